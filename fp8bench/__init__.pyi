@@ -96,7 +96,7 @@ def run(
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
-    by: Literal["layer", "kind"] = "layer", steps: int = 50, tolerance: float = 1.0,
+    by: Literal["layer", "kind", "format"] = "layer", steps: int = 50, tolerance: float = 1.0,
     gradient_tolerance: float | None = None, seed: int = 0, threads: int = 1, device: str | None = None,
     data: str | None = None, imports: str | Iterable[str] = ..., case_timeout: float | None = None,
     isolation: bool = True, store: str | Path = ".fp8bench", write_map: str | Path | None = None,
@@ -123,15 +123,16 @@ def train(
     skip: str | Iterable[str] = ..., reference: str | None = None, seed: int = 0, bands: str | Iterable[str] = ...,
     sweep: Mapping[str, object] = ..., device: str | None = None, threads: int = 1, data: str | None = None,
     stride: int = 10, evaluate: int = 50, keep: int = 50, energy: bool = True, scales_from: str | None = None,
-    imports: str | Iterable[str] = ..., isolation: bool = True, ranks: int | None = None, model: str = "nano",
-    arch: Literal["gpt", "mlp", "cnn", "moe"] = "gpt", batch: int = 0, sequence: int = 0, micro_batches: int = 1,
-    rate: float = 0.001, optimizer: str = "adamw", updates: Literal["fp32", "bf16", "fp8"] = "fp32",
-    schedule: str = "cosine", clip: float | str = 1.0, start: str = "", tasks: str | Iterable[str] = ...,
-    metric: str | Iterable[str] = ..., dropout: float = 0.0, loss_scale: str = "auto",
-    optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
+    own_batch: int | str | None = None, imports: str | Iterable[str] = ..., isolation: bool = True,
+    ranks: int | None = None, model: str = "nano", arch: Literal["gpt", "mlp", "cnn", "moe"] = "gpt",
+    batch: int = 0, sequence: int = 0, micro_batches: int = 1, rate: float = 0.001, optimizer: str = "adamw",
+    updates: Literal["fp32", "bf16", "fp8"] = "fp32", schedule: str = "cosine", clip: float | str = 1.0,
+    start: str = "", tasks: str | Iterable[str] = ..., metric: str | Iterable[str] = ..., dropout: float = 0.0,
+    loss_scale: str = "auto", optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
     master: Literal["fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",
-    on_nan: Literal["stop", "skip"] = "stop", parallel: Literal["", "ddp", "zero", "fsdp", "tp", "sp"] = "",
-    wire: Literal["fp32", "bf16", "fp8"] = "fp32"
+    on_nan: Literal["stop", "skip"] = "stop", refresh_scales: int | None = None,
+    saturation_bound: float | None = None, then: str = "",
+    parallel: Literal["", "ddp", "zero", "fsdp", "tp", "sp"] = "", wire: Literal["fp32", "bf16", "fp8"] = "fp32"
 ) -> TrainingResult: ...

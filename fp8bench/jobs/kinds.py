@@ -59,7 +59,7 @@ class Kind(ABC, Generic[K]):
 
     def files(self, store: Path) -> list[Path]:
         """Returns the files, newest first."""
-        return [path for path in sorted(store.glob(self.pattern), reverse=True) if path.is_file()]
+        return [path for path in sorted(store.glob(self.pattern or "-"), reverse=True) if path.is_file()]
 
     def find(self, word: str, store: Path) -> Path | None:
         """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or
@@ -81,6 +81,10 @@ class Kind(ABC, Generic[K]):
         """Returns its id, and the name of its folder or file, which ends with the id."""
         name = path.stem if "*" in Path(self.pattern).name else path.parent.name
         return name.rpartition("-")[2], name
+
+    def join(self, words: Sequence[str], store: Path) -> K | None:
+        """Returns results side by side as one; None if some word is of another kind, or results stand alone."""
+        return None
 
     @abstractmethod
     def load(self, path: Path) -> K:
@@ -116,6 +120,14 @@ class Kind(ABC, Generic[K]):
 
 def kinds() -> list[Kind[Any]]:
     return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
+
+
+def joined(words: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
+    """Returns the results that words mean as one of their kind; None if they cannot be shown side by side."""
+    for kind in kinds():
+        if (result := kind.join(words, store)) is not None:
+            return kind, result
+    return None
 
 
 def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:

@@ -8,7 +8,7 @@ doubling and halving end the search all the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
@@ -23,6 +23,8 @@ from fp8bench.units import size
 _MOST_INTERPOLATIONS = 4
 # A guess further than this many times what was tried is approached by a third of the way first.
 _FAR = 8
+# Steps that are timed with the largest batch.
+_TIMED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,25 @@ class CapacityPass:
             outcome.note(capacity=search.capacity())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # counting may leave a profiler attached, which would slow launches
+        for outcome in outcomes:
+            self._time(outcome)
+
+    def _time(self, outcome: CaseOutcome) -> None:
+        """Times steps with the largest batch. The speed of an emulation means nothing."""
+        planned, found = outcome.planned, outcome.draft.capacity
+        facts = self._facts[planned.case.device]
+        if found is None or not found.batch or planned.support.is_emulated:
+            return
+        tried = self._rule.with_batch(planned, found.batch, facts)
+        assert tried is not None
+        self._observer.working(planned.case, f"timing a batch of {found.batch}", 1.0)
+        try:
+            limit = self._limits.first(tried.work, 2 * _TIMED_STEPS)
+            seconds = self._worker.within(limit).pace(tried.case, facts, _TIMED_STEPS)
+        except WorkerError:
+            self._worker.restart()
+            return
+        outcome.note(capacity=replace(found, seconds=seconds))
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,8 @@ class Capacity:
     where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where it has none; `peak`
     the bytes of tensors at the highest point; `limit` the bytes allowed, None for as many as the device gives.
     `attempts` counts what was run. For an emulated case `on_device` is the largest batch on hardware that has its
-    formats, by the line through what `batch` and half of it would take there; None where unknown.
+    formats, by the line through what `batch` and half of it would take there; None where unknown. `seconds` are those
+    of single steps with `batch`, of cases that are not emulated, `update` those of its update where phases do not tell.
     """
 
     axis: str
@@ -227,6 +228,8 @@ class Capacity:
     why: str = ""
     attempts: int = 0
     on_device: int | None = None
+    seconds: tuple[float, ...] = ()
+    update: float | None = None
 
 
 # Sources that count energy. Sensors of power do not, and their error is unknown.

@@ -271,7 +271,7 @@ class Request:
             ALL_MEMORY, _MOST_BYTES, f"a size above 0 and up to {size(_MOST_BYTES)}, like 2GiB, or {ALL_MEMORY_WORD}"
         ),
         f"also look for the largest batch that fits into so much memory, like 2GiB, or {ALL_MEMORY_WORD}: all that a "
-        "GPU has; per precision, by running it and the next one",
+        "GPU has; per precision, by running it and the next one; and compare precisions at their own",
         "SIZE",
         called="max_batch",
         parse="memory",

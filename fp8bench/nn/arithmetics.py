@@ -26,7 +26,7 @@ from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.rotations import rotate
-from fp8bench.nn.tensor_scales import DelayedScale, NextScale, backward_is_running, kept_scales
+from fp8bench.nn.tensor_scales import DelayedScale, NextScale, StaticScale, backward_is_running, kept_scales
 from fp8bench.numerics.products import in_dtype, short_product, values_product
 from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook, WatchedArithmetic
@@ -150,9 +150,10 @@ class RecipeArithmetic(Arithmetic):
             prefix = f"{role}."
             stateful.recall({name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)})
 
-    def _stateful(self) -> dict[str, DelayedScale | _Draws]:
-        """What carries state from cast to cast, by role. Scales from data are kept by their book instead."""
-        scales = {f"{role}.scale": scale for role, scale in self.scales.items() if isinstance(scale, DelayedScale)}
+    def _stateful(self) -> dict[str, DelayedScale | StaticScale | _Draws]:
+        """What carries state from cast to cast, by role."""
+        kinds = DelayedScale | StaticScale
+        scales = {f"{role}.scale": scale for role, scale in self.scales.items() if isinstance(scale, kinds)}
         return {**scales, **{f"{role}.draws": draw for role, draw in self._draws.items()}}
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:

@@ -168,6 +168,21 @@ class StaticScale:
     def last(self) -> ScalePair | None:
         return self._used or self._scale
 
+    def memory(self) -> dict[str, Tensor]:
+        """Returns what a renewed scale carries from cast to cast; one that is never renewed is known."""
+        named = {"amax": self._amax, "renewals": self._renewals, "entered": self._entered}
+        return {name: tensor for name, tensor in named.items() if tensor is not None and self._is_renewed}
+
+    def recall(self, memory: Mapping[str, Tensor]) -> None:
+        if self._is_renewed:
+            self._amax, self._renewals, self._entered = map(memory.get, ("amax", "renewals", "entered"))
+            self._scale = None if self._amax is None else _invert(self._factor(self._amax))
+            self._used = None
+
+    @property
+    def _is_renewed(self) -> bool:
+        return bool(self._book.rule.refresh) or self._book.rule.bound is not None
+
     def state(self) -> ScaleState | None:
         if self._entered is not None:
             self._settle(self._entered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.raw import Settings
 from fp8bench.model.step import Coverage
-from fp8bench.protocols import Device, Setup, Workload
+from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.device_layout import hardware_of
@@ -34,6 +35,11 @@ from fp8bench.worker.step_counters import counters_of_step
 from fp8bench.worker.step_guards import Running, apart
 from fp8bench.worker.switches import restore_switches, under
 from fp8bench.worker.tracing import record, write
+
+# Steps before those that are timed: the first one makes what later ones keep.
+_WARM_STEPS = 2
+# After this time no further step is timed.
+_ENOUGH_SECONDS = 10.0
 
 
 class KeptState(NamedTuple):
@@ -146,6 +152,23 @@ class UntimedPasses:
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
         with self._apart(case, facts) as (workload, device, setup):
             return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
+
+    def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
+        """Returns the seconds of up to `steps` steps of a new state, after two that warm it up; fewer of long ones. No
+        other case takes turns with it, so that verdicts cannot use them."""
+        seconds: list[float] = []
+        with self._apart(case, facts, frees=True) as (workload, device, make_setup):
+            setup = make_setup()
+            state = workload.prepare(setup)
+            for number in range(_WARM_STEPS + steps):
+                if number > _WARM_STEPS and sum(seconds) > _ENOUGH_SECONDS:
+                    break
+                device.synchronise(facts.index)
+                began = time.perf_counter()
+                step(workload, state, setup.scales, SilentPhases())
+                device.synchronise(facts.index)
+                seconds.append(time.perf_counter() - began)
+        return tuple(seconds[_WARM_STEPS:])
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
         """Records a few steps into a file. Profiling makes them slower."""

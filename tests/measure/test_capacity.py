@@ -33,6 +33,7 @@ class Filled(Worker):
     takes: Callable[[int], int | None] = lambda batch: 10 * batch
     dies: Callable[[int], Exception | None] = lambda batch: None
     holds: Callable[[int], MemoryUse | str] = lambda batch: "nobody counts"
+    paces: Callable[[int], tuple[float, ...]] = lambda batch: ()
     axis: str = "batch"
     log: list[tuple[int, int | None]] = field(default_factory=list)
     restarts: int = 0
@@ -41,6 +42,8 @@ class Filled(Worker):
         assert limit >= 60
         if name == "memory":
             return self.holds(int(arguments[0].param(self.axis)))
+        if name == "pace":
+            return self.paces(int(arguments[0].param(self.axis)))
         assert name == "try_batch"
         case, _, memory_limit = arguments
         assert isinstance(case, Case)
@@ -83,6 +86,18 @@ def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:
     assert found == Capacity("batch", LIMIT, 100, 1, 100 * 96 * 2, 1000, 101, "tensors need 10 B more", 5)
     assert {(100, LIMIT), (101, LIMIT)} <= set(worker.log) and worker.restarts == 0
     assert ("fp32", "trying a batch of 101", 1.0) in observer.told
+
+
+def test_steps_are_timed_with_the_largest_batch_but_not_of_an_emulation() -> None:
+    def crashes(batch: int) -> tuple[float, ...]:
+        raise WorkerLost("the worker crashed during 'pace'")
+
+    paces: Callable[[int], tuple[float, ...]] = lambda batch: (batch / 10, batch / 5)  # noqa: E731
+    assert search(Filled(paces=paces)).seconds == (10.0, 20.0)
+    assert search(Filled(paces=paces), planned(dtype="fp8", batch="2")).seconds == ()
+    lost = Filled(paces=crashes)
+    found = search(lost)
+    assert (found.batch, found.seconds, lost.restarts) == (100, (), 1)
 
 
 def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:

@@ -19,7 +19,7 @@ from fp8bench.features.advise.basis import (
     share_text,
 )
 from fp8bench.features.advise.values import Ground, Met, Question
-from fp8bench.features.sensitivity.study import LayerTrial, Study
+from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
@@ -230,7 +230,7 @@ def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
         same_case = (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
         model = {name: value for name, value in study.params if name in ("size", "make")}
         same_model = {name: params.get(name, value) for name, value in model.items()} == model
-        if same_case and same_model and not study.baseline.failure:
+        if same_case and same_model and not study.baseline.failure and study.by is not By.FORMAT:
             fitting.append(study)
     return max(fitting, key=lambda study: study.started, default=None)
 

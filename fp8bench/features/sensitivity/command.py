@@ -13,7 +13,7 @@ from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.sensitivity.study import By, LayerTrial, LossVerdict, Study, as_words, last_of, value_of
+from fp8bench.features.sensitivity.study import FORMATS, By, LayerTrial, LossVerdict, Study, as_words, last_of, value_of
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
@@ -45,7 +45,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
     words = "the precision of the other layers; default bf16; of a model of your own untouched (as it came)"
     add("--reference", metavar="DTYPE", help=words)
-    add("--by", choices=("layer", "kind"), default="layer", help="what is low at a time; default layer")
+    words = (
+        "what is low at a time; format: also try FP8's formats and scales in each layer, and propose one; default layer"
+    )
+    add("--by", choices=tuple(by.value for by in By), default="layer", help=words)
     words = "training steps of every run; default 50"
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
     words = "the largest loss gap that a suggested map may have; default 1"
@@ -113,6 +116,10 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
                 f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
             )
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
+    if arguments.by == By.FORMAT and arguments.dtype != FORMATS[0]:
+        raise UsageError(
+            f"--by format chooses among {', '.join(FORMATS)}, and not {arguments.dtype}. Leave --dtype out."
+        )
     # 2. Plan two cases of an ordinary suite; maps consist of their layers.
     request = Request(
         Model.name if target else "transformer",
@@ -138,6 +145,7 @@ _LEGEND = (
     "within the noise: no larger than what another draw of the reference's weights does to its loss",
     "gradient error: of all gradients of the first step, relative to the reference's; it sees what a loss does not",
     "order: failed runs, gaps beyond the noise, then gradient errors",
+    "proposed: the format with the cheapest scales whose error is at most 10% above the least of all",
 )
 _TONES = {
     LossVerdict.FAILED: Tone.BAD,
@@ -149,11 +157,11 @@ _TONES = {
 
 
 def page_of(study: Study) -> Page:
-    text = "one layer kind" if study.by is By.KIND else "one layer"
+    text = {By.KIND: "one layer kind", By.FORMAT: "each format of one layer"}.get(study.by, "one layer")
     description = f"{study.low} ({study.level}) in {text} at a time, {study.reference} in the rest"
     elements: list[list[Element]] = [[Text(description), Text(_reference(study))]]
     if study.probes:
-        elements.append([_probes(study)])
+        elements.append([_formats(study) if study.by is By.FORMAT else _probes(study)])
     if study.candidates:
         elements += [[_candidates(study)], list(_suggestion(study))]
     if study.path:
@@ -189,6 +197,23 @@ def _probes(study: Study) -> Table:
         Col("why", lambda trial: trial.failure, below=True),
     ]
     return table("probes", "", cols, study.ranking)
+
+
+def _formats(study: Study) -> Table:
+    forms = study.proposed_forms
+    trials = {trial.name: trial for trial in study.probes}
+    cols: list[Col[LayerTrial]] = [
+        Col("layer", lambda trial: trial.name),
+        *(Col(form, partial(_form_error, study, form), number=True) for form in FORMATS),
+        Col("proposed", lambda trial: forms[trial.name]),
+    ]
+    return table(
+        "formats", "error of all gradients of the first step, by the format of one layer", cols, trials.values()
+    )
+
+
+def _form_error(study: Study, form: str, trial: LayerTrial) -> str:
+    return units.percent(study.form_errors(trial.name).get(form), 2)
 
 
 def _candidates(study: Study) -> Table:
@@ -289,7 +314,8 @@ def _row_of(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
         "loss_gap": study.gap(trial),
         "noise": study.noise,
         "gradient_error": trial.gradient_error,
-        "says": study.verdict(trial).value,
+        "says": "" if trial.form else study.verdict(trial).value,
+        "format": trial.form,
         "keeps_loss": study.keeps(trial) if part == "candidate" else None,
         "failure": trial.failure,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,17 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
-from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_alone, map_of, value_of
+from fp8bench.features.sensitivity.study import (
+    FORMATS,
+    By,
+    LayerTrial,
+    PrecisionMap,
+    Study,
+    map_alone,
+    map_of,
+    shorten_map,
+    value_of,
+)
 from fp8bench.files import compact, keeping, read_file, seal, unseal, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
@@ -205,6 +216,9 @@ class StudyRuns:
         for draw in range(1, DRAWS + 1):
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
             self.add(draws=(*self.study.draws, train(f"the reference, draw {draw}", trial)))
+        if self.study.by is By.FORMAT:
+            self._choose_formats(tell)
+            return
         for name, kind, names in groups:
             layer_map: PrecisionMap
             if self.reference.precision != UNTOUCHED:
@@ -220,6 +234,27 @@ class StudyRuns:
             self.add(candidates=(*self.study.candidates, train(name, trial, gradients, extra)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
+
+    def _choose_formats(self, tell: Tell) -> None:
+        """Finds the error of each layer's formats, then trains with the proposed ones, and with one format in all."""
+        total = len(self.layers) * len(FORMATS)
+        for number, (layer, form) in enumerate(itertools.product(self.layers, FORMATS)):
+            tell(number, total, "formats", f"{layer.name} in {form}")
+            if self.reference.precision == UNTOUCHED:
+                precision = form
+                layer_map = map_of(self.layers, (layer.name,), (form, UNTOUCHED), form)
+            else:
+                precision = self.reference.precision
+                layer_map = map_alone(self.layers, layer.name, (layer.name,), (form, precision))
+            trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=form)
+            self.add(probes=(*self.study.probes, self._measure(trial)))
+        names = tuple(layer.name for layer in self.layers)
+        usual = {layer.name: self.high if layer.high else self.low.precision for layer in self.layers}
+        forms = {"the proposed formats": self.study.proposed_forms, "every layer": dict.fromkeys(names, self.study.low)}
+        for name, by_layer in forms.items():
+            tell(total, total, "formats", f"training with {name}")
+            trial = LayerTrial(name, "", self.low.precision, shorten_map(self.layers, by_layer, usual), names)
+            self.add(candidates=(*self.study.candidates, self._train(trial, gradients=True)))
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         low_layers = {layer.name: None for layer in self.layers}
@@ -237,18 +272,34 @@ class StudyRuns:
 
     def _train(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
         """Returns the trial with its losses, or with the reason why it failed."""
-        case = replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
+        if gradients and (trial := self._measure(trial)).failure:
+            return trial
         steps = self.study.steps
-        bench = self.worker.within(self.limits.numbers(self.work) + self.limits.first(self.work, steps))
         try:
-            if gradients:
-                trial = replace(trial, gradient_error=bench.gradient_error(case, self.reference, self.facts))
-            losses = bench.losses(case, self.facts, steps, trial.draw)
+            losses = self._bench.losses(self._case(trial), self.facts, steps, trial.draw)
         except WorkerError as error:
-            if not (isinstance(error, WorkerFault) and error.out_of_memory):
-                self.worker.restart()  # after an error on a GPU that process is unusable
-            return replace(trial, failure=str(error))
+            return self._failed(trial, error)
         return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
+
+    def _measure(self, trial: LayerTrial) -> LayerTrial:
+        """Returns the trial with the error of its first gradients, or with the reason why there is none."""
+        try:
+            error = self._bench.gradient_error(self._case(trial), self.reference, self.facts)
+        except WorkerError as fault:
+            return self._failed(trial, fault)
+        return replace(trial, gradient_error=error)
+
+    @property
+    def _bench(self) -> AskedBench:
+        return self.worker.within(self.limits.numbers(self.work) + self.limits.first(self.work, self.study.steps))
+
+    def _case(self, trial: LayerTrial) -> Case:
+        return replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
+
+    def _failed(self, trial: LayerTrial, error: WorkerError) -> LayerTrial:
+        if not (isinstance(error, WorkerFault) and error.out_of_memory):
+            self.worker.restart()  # after an error on a GPU that process is unusable
+        return replace(trial, failure=str(error))
 
 
 def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -22,10 +22,17 @@ _SAME = 1e-6
 
 
 class By(StrEnum):
-    """The unit that is lowered at a time."""
+    """The unit that is lowered at a time; FORMAT: a layer, in each of FORMATS."""
 
     LAYER = "layer"
     KIND = "kind"
+    FORMAT = "format"
+
+
+# The formats and scales of FP8 that a layer may get, the cheapest first: one scale a tensor, a row, a block.
+FORMATS = ("fp8", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-block")
+# A cheaper format is proposed if its error is at most this many times the least one.
+_NEAR = 1.1
 
 
 class LossVerdict(StrEnum):
@@ -41,7 +48,7 @@ class LossVerdict(StrEnum):
 @dataclass(frozen=True)
 class LayerTrial:
     """One training run with the layers `low`, from the random initial weights `draw`; `gradient_error` is the first
-    step's."""
+    step's. With a `form` only that step was run, with the layer in that format."""
 
     name: str
     kind: str
@@ -52,6 +59,7 @@ class LayerTrial:
     losses: tuple[float, ...] = ()
     gradient_error: float | None = None
     failure: str = ""
+    form: str = ""
 
     @property
     def loss(self) -> float | None:
@@ -138,11 +146,26 @@ class Study:
     @property
     def is_undecided(self) -> bool:
         """Whether every gap is within the noise, and gradients are not used to decide."""
-        if self.gradient_tolerance is not None:
+        if self.gradient_tolerance is not None or self.by is By.FORMAT:
             return False
         trials = (*self.probes, *self.candidates)
         # Choosing a map among equals would be arbitrary.
         return bool(trials) and all(self.verdict(trial) is LossVerdict.NOISE for trial in trials)
+
+    def form_errors(self, layer: str) -> dict[str, float]:
+        """Returns the error of the first gradients with the layer in each format, without failed ones."""
+        trials = (trial for trial in self.probes if trial.name == layer)
+        return {trial.form: error for trial in trials if (error := trial.gradient_error) is not None and error >= 0}
+
+    @property
+    def proposed_forms(self) -> dict[str, str]:
+        """The cheapest format of each layer whose error is near the least of all."""
+        proposed = {}
+        for layer in dict.fromkeys(trial.name for trial in self.probes):
+            errors = self.form_errors(layer)
+            near = (form for form in FORMATS if form in errors and errors[form] <= _NEAR * min(errors.values()))
+            proposed[layer] = next(near, self.low)
+        return proposed
 
     def stated_map(self, trial: LayerTrial) -> PrecisionMap:
         """Returns a candidate's map. If it needs none, because suites leave the same layers high, names those."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -19,42 +19,34 @@ from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, check_files, log_targets
 from fp8bench.cli.streams import complain
-from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.features.train import words
+from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import rows_of
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import KIND, find_training, line_of, plain
+from fp8bench.features.train.kind import KIND, STREAM_KIND, find_training
 from fp8bench.features.train.kind import load_training as read_training
+from fp8bench.features.train.lines import plain
 from fp8bench.features.train.progress import on_terminal, outward
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
+from fp8bench.features.train.streams import loops_of, watched_training
 from fp8bench.features.train.values import (
     Arm,
     ArmRole,
     KeptTraining,
     Lines,
-    StepRow,
-    StreamLine,
     TrainingEvent,
     TrainingObserver,
-    Validation,
 )
-from fp8bench.features.train.verdicts.curves import Curves, curves_of, curves_of_arm
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
-from fp8bench.features.train.view import arms_table, find_answers
-from fp8bench.files import append, read_file
+from fp8bench.features.train.verdicts.summary import JudgedTraining
+from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
-from fp8bench.model.codec import encode
+from fp8bench.pipeline import now
 from fp8bench.registry import precisions
 from fp8bench.report.data.plain import results_frame
-from fp8bench.report.elements import Items, Page, Part
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.short_answer import as_sentence
-from fp8bench.report.words.naming import many
 from fp8bench.user_code.named import named
 from fp8bench.workloads.model import LIVE, MADE
 
@@ -211,6 +203,9 @@ def watch(
     scaler: Any = None,
     precision: str = "fp32",
     health: bool = True,
+    on_alarm: Callable[[TrainingEvent], object] | None = None,
+    log: str | Iterable[str] = (),
+    live: str | Path | None = None,
 ) -> Iterator[OwnLoop]:
     """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
     steps.
@@ -228,21 +223,39 @@ def watch(
     scaler: the GradScaler of the loop
     precision: what the module is trained in, which decides what alarms advise
     health: False: no rules look at the lines, so that there are no alarms
+    on_alarm: a function that gets each alarm; what it raises ends the loop
+    log: where curves are logged as they come, tensorboard[:DIR] or wandb[:PROJECT]
+    live: a page of the stream in `path`, written again while the loop runs
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
     # Without a second arm, comparing rules find nothing.
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
+    if live is not None and path is None:
+        raise UsageError("live shows what is in a stream, and none is kept. Give a path, too.")
+    training = replace(watched_training(f"{name}-{secrets.token_hex(4)}", [name]), started=now())
+    page = None if live is None else Path(live)
     with ExitStack() as stack:
         keep = _kept_in(Path(path), stack) if path is not None else None
+        outside = stack.enter_context(outward(_Notes(), Path(path or ""), page, log_targets(log)))
+        outside.begun(training)
 
         def tell(lines: Lines) -> None:
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
             if keep is not None:
                 keep(lines)
             (complain_of if told is None else told)(lines)
+            outside.trained(0, max((line.step for line in lines), default=0), lines)
+            for line in lines:
+                if on_alarm is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
+                    on_alarm(line)
 
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
+
+
+class _Notes(TrainingObserver):
+    def note(self, sentence: str) -> None:
+        complain(sentence)
 
 
 def complain_of(lines: Lines) -> None:
@@ -363,113 +376,6 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    # 1. Read the streams, equally many seeds per loop.
     files = [list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)]
-    if not all(files):
-        raise UsageError("a list of streams is empty. Give a file for each seed.")
-    counts = sorted(set(map(len, files)))
-    if len(counts) > 1:
-        raise UsageError(
-            f"streams of {' and '.join(map(str, counts))} seeds cannot be paired. Give equally many files for each."
-        )
-    streams = [list(map(_read, paths)) for paths in files]
-
-    # 2. Make each loop an arm, with its lines by seed.
-    loop_names = _names(files, streams)
-    roles = (ArmRole.REFERENCE, *[ArmRole.CANDIDATE] * len(others))
-    arms = [Arm(name, "fp32", role) for name, role in zip(loop_names, roles, strict=True)]
-    lines: list[StreamLine] = []
-    for arm, seeds in zip(arms, streams, strict=True):
-        for seed, seed_lines in enumerate(seeds):
-            lines += [replace(_drop_time(line), arm=arm.name, seed=seed) for line in seed_lines]
-
-    # 3. Judge them like the arms of a training.
-    steps = 1 + max(line.step for line in lines if line.arm == loop_names[0] and isinstance(line, StepRow))
-    curves = curves_of(lines, steps)
-    looks = any(isinstance(line, Validation) for line in lines)
-    verdicts = verdicts_on(arms, curves, tuple(range(counts[0])), steps, margin / 100, looks)
-    loops = [_loop(arm, curves, lines, verdicts) for arm in arms]
-    return CommandResult(
-        verdicts,
-        partial(_loops_page, verdicts, loops, steps),
-        partial(encode, verdicts),
-        lambda: (_LOOP_COLUMNS, map(_loop_row, loops)),
-    )
-
-
-_LOOP_COLUMNS = ("arm", "steps", "loss", "held_out", "learned", "matters")
-
-
-def _loop_row(loop: ArmSummary) -> tuple[object, ...]:
-    judged = loop.verdict.judged if loop.verdict else None
-    facts = (judged.learned.value, judged.matters) if judged else ("reference", None)
-    return (loop.arm.name, loop.steps, loop.loss, loop.held_out, *facts)
-
-
-def _read(path: Path) -> list[StreamLine]:
-    """Returns the lines of a stream, without a truncated last one. Raises UsageError if it has no step."""
-    try:
-        texts = read_file(path).decode().splitlines()
-    except OSError as error:
-        raise RunNotFound(f"the stream {path} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not a stream of fp8bench.watch: it is not text.") from None
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            lines.append(line_of(json.loads(text)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # A killed loop may leave a truncated last line.
-            if number == len(texts) and number > 1:
-                break
-            raise UsageError(
-                f"line {number} of {path} is not from a stream of fp8bench.watch ({error!s:.80})."
-            ) from None
-    if not any(isinstance(line, StepRow) for line in lines):
-        raise UsageError(f"{path} has no row of a step: its loss was never seen. Its events may say why.")
-    return lines
-
-
-def _drop_time(line: StreamLine) -> StreamLine:
-    return replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
-
-
-def _names(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
-    """Returns the loops' names; if some are equal, those of their files, and if these are equal, numbered ones."""
-    stems = [paths[0].stem for paths in files]
-    for candidates in ([seeds[0][0].arm for seeds in streams], stems):
-        if len(set(candidates)) == len(candidates):
-            return candidates
-    return [f"{stem} {place}" for place, stem in enumerate(stems, 1)]
-
-
-def _loop(arm: Arm, curves: Curves, lines: Lines, among: TrainingVerdicts) -> ArmSummary:
-    loop_curves = curves_of_arm(curves, arm.name).values()
-    return ArmSummary(
-        arm,
-        sum(len(curve.rows) for curve in loop_curves),
-        mean_of([curve.endpoint for curve in loop_curves if curve.whole]),
-        mean_of([curve.held_out[max(curve.held_out)] for curve in loop_curves if curve.held_out]),
-        verdict=among.of(arm.name),
-        events=sum(isinstance(line, TrainingEvent) for line in lines if line.arm == arm.name),
-    )
-
-
-def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: int) -> Page:
-    notes = ["streams at the same position are assumed to have had the same initial weights and batches"]
-    if not verdicts.looks:
-        notes.append(
-            "no loop gave a held-out loss, and the training loss alone decides: loop.held_out(value) gives one"
-        )
-    notes += chain.from_iterable(map(words.notes, verdicts.arms))
-    answers = Items(tuple(map(as_sentence, find_answers(loops, verdicts))))
-    parts = [
-        Part("verdict", "Does it still learn?", (answers, arms_table(loops, without=("how",)))),
-        *layout.list_of("notes", "Notes", notes),
-    ]
-    title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"
-    legend = (
-        "gap: over the last third of the steps, to the reference's stream at the same position, of the same batches",
-        "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
-    )
-    return Page(title, "", tuple(parts), legend)
+    loops = loops_of(files, margin / 100)
+    return CommandResult(JudgedTraining(loops).verdicts, *STREAM_KIND.view(loops))

@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.models import (
     layers_of,
     support,
 )
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest, file_of
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, change_of, file_of
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -52,7 +52,7 @@ _SHARED = {
 }
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
-} | {"clip": number_or_text_of}
+} | {"clip": number_or_text_of, "refresh_scales": int, "saturation_bound": float}
 
 
 # MS-AMP's levels, by the table in its documentation: the formats of a parameter's states, with power-of-two scales.
@@ -111,12 +111,34 @@ def check_training(request: TrainingRequest) -> None:
         check_keys(settings.precision_map, layers, f"model {settings.model}")
     taken = {arm: arm.merge_settings(settings) for arm in arms}
     check_effective([*taken.values()])
+    if request.own_batch is not None and request.ranks is not None:
+        raise UsageError("--own-batch is of one process, and --ranks asks for several. Leave one of them out.")
     for arm, arm_settings in taken.items():
         check(arm_settings)
+        _check_change(arm, arm_settings, request)
         if request.ranks is not None:
             check_ranks(arm_settings, request.ranks)
         for _, word in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
+
+
+def _check_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
+    renewed = settings.refresh_scales is not None or settings.saturation_bound is not None
+    if renewed and settings.compile == "yes":
+        raise UsageError("scales cannot be renewed in a compiled graph. Choose --compile no, or keep them as they are.")
+    for option, is_given in (("--refresh-scales and --saturation-bound", renewed), ("--then", bool(settings.then))):
+        if is_given and request.ranks is not None:
+            raise UsageError(f"{option} work in one process, and --ranks asks for several. Leave one of them out.")
+    if not settings.then:
+        return
+    word, _ = change_of(settings.then)
+    modes = [precisions.get(arm.precision), precisions.get(word)]
+    check_mixed(arm.precision, word)
+    if modes[0].mode == modes[1].mode:
+        raise UsageError(f"--then {settings.then}: {arm.name} is in {word} from its beginning. Choose another dtype.")
+    for mode in modes:
+        if mode.unit_scaled:
+            raise UsageError(f"--then: {mode.mode} needs a model that is unit-scaled from its beginning. Choose fp8.")
 
 
 # Settings of the built-in models and of their division among ranks.
@@ -156,7 +178,7 @@ def _check_own(request: TrainingRequest) -> None:
     # A swept option counts as given.
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
     refused = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    refused += ["data"] if request.data is not None else []
+    refused += [word for word in ("data", "own_batch") if getattr(request, word) is not None]
     if refused:
         raise UsageError(
             f"--{refused[0].replace('_', '-')} is for built-in models and texts, and {name} has its own. Leave it out."
@@ -173,6 +195,21 @@ def _check_own(request: TrainingRequest) -> None:
     for wrong, option, reason in refusals:
         if wrong:
             raise UsageError(f"{option} does not work with your own model ({name}): {reason}. Leave it out.")
+
+
+def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
+    """Returns a request for each model in `--sweep model=A,B`, since the arms of a training share initial weights."""
+    sweep = tuple(axis for axis in request.sweep if axis[0] != "model")
+    models = dict(request.sweep).get("model", ())
+    if not models:
+        return [request]
+    if request.settings.make or request.settings.start:
+        option = request.settings.make or "--start"
+        raise UsageError(f"--sweep model trains built-in models from their beginning, and not {option}. Leave one out.")
+    for model in models:
+        if models.count(model) > 1 or model not in SIZES:
+            raise UsageError(f"--sweep model takes each of {', '.join(SIZES)} at most once, got {model!r:.80}.")
+    return [replace(request, sweep=sweep, settings=replace(request.settings, model=model)) for model in models]
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
@@ -254,6 +291,8 @@ def _batch_for(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator
 
 def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
     setting = name.replace("-", "_")
+    if setting == "model":
+        raise UsageError("--sweep model trains one model after the other, which the command does. Give each --model.")
     if setting in _SWEPT:
         return setting, [_value(setting, value) for value in values]
     if not any(_has_option(mode, name) for mode in modes):
@@ -288,7 +327,8 @@ def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     settings = arm.merge_settings(request.settings)
     config = config_of(settings, 1)
     # A precision map mixes precisions: the worst of them decides.
-    words = (arm.precision, *(word for _, word in settings.precision_map))
+    later = [change_of(settings.then)[0]] if settings.then else []
+    words = (arm.precision, *later, *(word for _, word in settings.precision_map))
     supports = [support(settings, config, precisions.get(word), facts) for word in words]
     refused = next(
         (support_of_mode.reason for support_of_mode in supports if support_of_mode.level is Level.REFUSED), ""

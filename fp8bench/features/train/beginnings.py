@@ -252,16 +252,26 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
 
 
 def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """Adds the scales of the training or run in --scales-from; a training's are those of its last watched steps."""
-    if request.scales_from is None or request.settings.scales:
+    """Adds the scales of the training or run in --scales-from; a training's are those of its last watched steps. Raises
+    UsageError if no layer could have scales from data."""
+    settings, swept = request.settings, dict(request.sweep)
+    renewed = (
+        settings.refresh_scales,
+        settings.saturation_bound,
+        swept.get("refresh-scales"),
+        swept.get("saturation-bound"),
+    )
+    if request.settings.scales or (request.scales_from is None and not any(value is not None for value in renewed)):
         return request
     words = {*request.dtypes, *dict(request.settings.precision_map).values()}
     if all(precisions.get(word).tensor_scale is TensorScale.NONE for word in words):
         having = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
-            "--scales-from would have no effect: no layer of these dtypes has one float32 scale for a tensor. Add a "
+            "scales from data would have no effect: no layer of these dtypes has one float32 scale for a tensor. Add a "
             f"dtype that has ({', '.join(having)}), or leave the option out."
         )
+    if request.scales_from is None:
+        return request
     # 'last' means the last training; a run must be named.
     last, word = request.scales_from == "last", request.scales_from
     path = find_training(word, store) if last else KIND.find(word, store)

@@ -15,8 +15,8 @@ from fp8bench.cli.options import add_common, add_options_of, check_alone
 from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
-from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import KIND, find_training
+from fp8bench.features.train.arms import check_training, requests_by_model
+from fp8bench.features.train.kind import KIND, SIZES_KIND, find_training
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
@@ -27,7 +27,7 @@ from fp8bench.features.train.request import (
     TrainingRequest,
     request_with_defaults,
 )
-from fp8bench.features.train.values import KeptTraining, TrainingEvent, TrainingObserver
+from fp8bench.features.train.values import KeptTraining, ModelSweep, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
@@ -148,16 +148,37 @@ def run(arguments: argparse.Namespace) -> int:
             complain(f"training {stored.training.id} is finished; nothing was missing")
             log_kept(KIND, stored, arguments.log, complain)
         return _finish(stored, arguments)
-    request = request_from(arguments)
-    check_training(request)
+    requests = requests_by_model(request_from(arguments))
+    for request in requests:
+        check_training(request)
     if arguments.dry_run:
         from fp8bench.features.train.view import plan_page
 
-        tell(arguments, partial(plan_page, *plan_training(request, arguments.store)))
+        for request in requests:
+            tell(arguments, partial(plan_page, *plan_training(request, arguments.store)))
         return EXIT_OK
-    with _training(arguments) as observer:
-        stored = train(request, arguments.store, observer, command_line())
-    return _finish(stored, arguments)
+    trained: list[KeptTraining] = []
+    for request in requests:
+        with _training(arguments) as observer:
+            trained.append(train(request, arguments.store, observer, command_line()))
+        if not trained[-1].finished:
+            break
+    if missing := [request.settings.model for request in requests[len(trained) :]]:
+        complain(f"not begun: --model {', '.join(missing)}. Train these by themselves, and compare all by their ids")
+    if len(trained) == 1 or not trained[-1].finished:
+        return _finish(trained[-1], arguments)
+    return _finish_sizes(trained, arguments)
+
+
+def _finish_sizes(trained: Sequence[KeptTraining], arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.after_run import kept_reported
+
+    ids = [stored.training.id for stored in trained]
+    tell(arguments, *SIZES_KIND.view(ModelSweep(tuple(trained), "+".join(ids))))
+    for stored in trained:
+        kept_reported(stored, arguments.store, complain)
+    complain(f"all sizes on a page: fp8bench report {' '.join(ids)}{in_store(arguments.store)}")
+    return max(_code_of(stored, arguments) for stored in trained)
 
 
 @contextmanager
@@ -184,6 +205,10 @@ def _finish(stored: KeptTraining, arguments: argparse.Namespace) -> int:
     if not stored.finished:
         return EXIT_INTERRUPTED
     kept_reported(stored, arguments.store, complain)
+    return _code_of(stored, arguments)
+
+
+def _code_of(stored: KeptTraining, arguments: argparse.Namespace) -> int:
     if any(event.kind == "out" for event in stored.of(TrainingEvent)):
         return EXIT_FAILED
     return _exit_code(stored, arguments.fail_on)

@@ -74,6 +74,9 @@ def _describe(arm: Arm) -> dict[str, str]:
 
 
 def source_of(training: Training) -> LogSource:
+    name = safe(training.id)
+    if training.is_watched:
+        return LogSource(training.id, f"loop {training.id}", begun_at(training.started), {}, folder=name)
     config = {
         **config_of(training.environment),
         "command": training.command,
@@ -82,7 +85,6 @@ def source_of(training: Training) -> LogSource:
         "device": f"{training.device.key}: {training.device.name}",
         "text": training.text.identity,
     }
-    name = safe(training.id)
     return LogSource(training.id, f"training {training.id}", begun_at(training.started), config, folder=name)
 
 

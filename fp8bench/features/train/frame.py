@@ -26,7 +26,8 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
-SPEED = "tokens_per_second"
+# The second is of a loop whose tokens are unknown.
+SPEED, PACE = "tokens_per_second", "steps_per_second"
 
 
 class Row(NamedTuple):
@@ -71,6 +72,7 @@ _FIGURES = (
     Figure("loss_scale", "loss scale", "loss scale"),
     Figure("rate", "learning rate", "rate"),
     Figure(SPEED, "throughput in tokens/s", pick=statistics.median, window="of native arms, the median"),
+    Figure(PACE, "throughput in steps/s", pick=statistics.median, window="the median"),
     # Figures of a watched step.
     Figure("memory", "memory in use", pick=max, shared=True, unit="B", window="in watched steps", over_ranks=max),
     Figure("watched_seconds", over_ranks=max),
@@ -100,7 +102,7 @@ def frame_of(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
         for figure, value in _figures_of(line):
             yield Row(*place, figure, value)
         if isinstance(line, StepRow) and line.arm in native and line.seconds > 0:
-            yield Row(*place, SPEED, line.tokens / line.seconds)
+            yield Row(*place, SPEED if line.tokens else PACE, (line.tokens or 1) / line.seconds)
 
 
 def _figures_of(line: StreamLine) -> Iterator[tuple[str, Any]]:
@@ -132,5 +134,8 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "energy_source", cost.energy.source
         if cost.energy.why:
             yield "energy why", cost.energy.why
+    if cost.capacity is not None:
+        yield "max_batch", cost.capacity.batch
+        yield from (("seconds_at_max_batch", seconds) for seconds in cost.capacity.seconds)
     if cost.why:
         yield "why", cost.why

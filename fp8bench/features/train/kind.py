@@ -15,22 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.features.train.lines import LINE_KINDS, line_of, plain
 from fp8bench.features.train.request import BANDS, SETTINGS_RULES
+from fp8bench.features.train.streams import is_stream, loops_of
 from fp8bench.features.train.values import (
-    ArmCost,
     ArmRole,
     KeptTraining,
     LayerReading,
     Lines,
-    StepFigure,
-    StepRow,
+    ModelSweep,
     StreamLine,
     Training,
-    TrainingEvent,
-    Validation,
+    WatchedLoops,
 )
 from fp8bench.files import (
     LineWriter,
@@ -54,16 +53,6 @@ from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_heade
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
 _CHECKPOINTS = "checkpoints"
-# Names of the kinds of lines in the stream.
-_KINDS: dict[str, type] = {
-    "step": StepRow,
-    "reading": LayerReading,
-    "figure": StepFigure,
-    "validation": Validation,
-    "event": TrainingEvent,
-    "cost": ArmCost,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
 _KEPT_CHECKPOINTS = 2
 _MAKE_ROOM = "What was kept before is in it; make room, or choose another --store DIR."
 
@@ -127,7 +116,7 @@ class TrainingWriter(LineWriter):
             self._file.seek(place.length)
             self._recount()
         contents = (unsealed_line(line)[0] for line in kept_events)
-        self._lines([{name: value for name, value in content.items() if name in _KINDS} for content in contents])
+        self._lines([{name: value for name, value in content.items() if name in LINE_KINDS} for content in contents])
 
     def _write(self, places: tuple[ResumePlace, ...]) -> None:
         write_whole(self.path.with_name(_PLACES), compact(seal({"places": encode(places)})))
@@ -137,15 +126,6 @@ class TrainingWriter(LineWriter):
 
 # Events of the training as a whole, which do not recur when steps are repeated.
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
-
-
-def plain(line: StreamLine) -> dict[str, Any]:
-    return {_NAMES[type(line)]: encode(line)}
-
-
-def line_of(content: Content) -> StreamLine:
-    ((name, value),) = content.items()
-    return cast(StreamLine, decode(_KINDS[name], value))
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
@@ -291,7 +271,7 @@ def load_training(path: Path) -> KeptTraining:
         ((name, plain),) = content.items()
         if name == "end":
             ends.append(plain)
-        elif name in _KINDS:
+        elif name in LINE_KINDS:
             if plain["arm"] in names:
                 lines.append(line_of(content))
         else:
@@ -325,7 +305,7 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import whole_page
 
-        return self.view(stored)._replace(page=partial(whole_page, JudgedTraining(stored)))
+        return TrainingKind.view(self, stored)._replace(page=partial(whole_page, JudgedTraining(stored)))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in self.files(store))
@@ -374,5 +354,72 @@ def _line(path: Path) -> str:
     return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{together}"
 
 
+class StreamKind(TrainingKind):
+    """Files of `fp8bench.watch`, wherever they are; a store has none."""
+
+    name = "stream"
+    holds = WatchedLoops
+    pattern = ""
+
+    def find(self, word: str, store: Path) -> Path | None:
+        return path if is_stream(path := Path(word)) else None
+
+    def names(self, path: Path) -> tuple[str, str]:
+        # Many streams have the same name, so that their folder is part of it.
+        return path.stem, f"{path.resolve().parent.name}-{path.stem}"
+
+    def load(self, path: Path) -> KeptTraining:
+        return loops_of([[path]])
+
+    def join(self, words: Sequence[str], store: Path) -> KeptTraining | None:
+        """Returns loops side by side. A word with commas names the seeds of a loop."""
+        files = [list(map(Path, word.split(","))) for word in words]
+        return loops_of(files) if all(is_stream(paths[0]) for paths in files) else None
+
+    def view(self, stored: KeptTraining) -> View:
+        return self.whole_view(stored)
+
+
+class SizesKind(Kind[ModelSweep]):
+    """Trainings of several models side by side."""
+
+    name = "comparison of sizes"
+    holds = ModelSweep
+    pattern = ""
+
+    def find(self, word: str, store: Path) -> Path | None:
+        return None
+
+    def names(self, path: Path) -> tuple[str, str]:
+        return path.name, path.name
+
+    def load(self, path: Path) -> ModelSweep:
+        raise StoreError(f"{path} is several trainings. Name each of them.")
+
+    def join(self, words: Sequence[str], store: Path) -> ModelSweep | None:
+        from fp8bench.features.train.sizes import Sizes
+
+        paths = [path for word in words if (path := KIND.find(word, store)) is not None]
+        if len(paths) < len(words) or len(paths) < 2:
+            return None
+        trainings = tuple(map(load_training, paths))
+        sizes = Sizes(trainings, "+".join(training.training.id for training in trainings))
+        models = {training.request.settings.model for training in trainings}
+        comparable = len(models) == len(paths) and not any(training.request.settings.make for training in trainings)
+        return sizes if comparable and sizes.arms else None
+
+    def view(self, sweep: ModelSweep) -> View:
+        from fp8bench.features.train.sizes import Sizes, page_of, rows_of, value_of
+
+        sizes = Sizes(sweep.kept, sweep.path)
+        return View(partial(page_of, sizes), partial(value_of, sizes), partial(rows_of, sizes))
+
+    def report(self, sweep: ModelSweep) -> View:
+        return self.view(sweep)
+
+
 KIND = TrainingKind()
-KINDS = (KIND,)
+STREAM_KIND = StreamKind()
+SIZES_KIND = SizesKind()
+# A stream may have the name of a training's file.
+KINDS = (STREAM_KIND, KIND, SIZES_KIND)

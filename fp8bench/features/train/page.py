@@ -68,6 +68,8 @@ def page_of(judged: JudgedTraining) -> Page:
     # Parts without anything to show have no heading.
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
+    if training.is_watched:
+        return replace(text, parts=shown, footer=(f"Streams of fp8bench.watch, schema {SCHEMA}.",))
     footer = f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}."
     return replace(text, subtitle=f"on {training.device.name}", parts=shown, footer=(*text.footer, footer))
 
@@ -111,8 +113,8 @@ _WORST: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[
 
 def worst_readings(stored: KeptTraining) -> Iterator[Element]:
     """Yields, for each candidate and role, the layer and step with the worst figures over all seeds."""
-    candidates = {arm.name for arm in stored.training.arms if arm.role is ArmRole.CANDIDATE}
-    readings = (reading for reading in stored.of(LayerReading) if reading.arm in candidates)
+    shown = {arm.name for arm in stored.training.cast_arms}
+    readings = (reading for reading in stored.of(LayerReading) if reading.arm in shown)
     by_role = together(((reading.arm, reading.role), reading) for reading in readings)
     rows = []
     for (arm, role), readings_of_role in by_role.items():
@@ -121,6 +123,8 @@ def worst_readings(stored: KeptTraining) -> Iterator[Element]:
             finite = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
             if finite:
                 value, worst = pick(finite, key=itemgetter(0))
+                if stored.training.is_watched and not value:  # most loops cast nothing that could be seen
+                    continue
                 where = f"{worst.layer}, step {worst.step}" if value else ""
                 rows.append((Field(arm), Field(role), Field(name), Field(show(value), value), Field(where)))
     if rows:
@@ -130,9 +134,8 @@ def worst_readings(stored: KeptTraining) -> Iterator[Element]:
 
 def tensor_lines(stored: KeptTraining) -> Iterator[Element]:
     seed = stored.request.seed
-    candidates = [arm.name for arm in stored.training.arms if arm.role is ArmRole.CANDIDATE and not arm.skip]
     readings = together((reading.arm, reading) for reading in stored.of(LayerReading) if reading.seed == seed)
-    drawn = [name for name in candidates if name in readings]
+    drawn = [arm.name for arm in stored.training.cast_arms if arm.name in readings]
     for number, name in enumerate(drawn[:_MOST_ARMS], 1):
         yield from _draw_magnitudes(f"tensors-{number}", name, readings[name])
     if drawn[_MOST_ARMS:]:
@@ -280,7 +283,9 @@ def figure_charts(judged: JudgedTraining) -> Iterator[Lines]:
     by_figure = together((row.figure, (row.arm, row.step, row.value)) for row in rows if row.figure in FIGURES)
     for figure in FIGURES.values():
         if figure.title:
-            yield from _draw_figure(figure, arms, by_figure.get(figure.name, ()))
+            # Loops of different processes do not share memory.
+            shared = figure.shared and not judged.training.is_watched
+            yield from _draw_figure(replace(figure, shared=shared), arms, by_figure.get(figure.name, ()))
 
 
 def _draw_figure(figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, int, float]]) -> Iterator[Lines]:

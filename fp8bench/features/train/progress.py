@@ -24,8 +24,10 @@ from fp8bench.errors import StoreError
 from fp8bench.features.train.data import scalars_of, source_of, summary_scalars
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.page import page_of
+from fp8bench.features.train.streams import loops_of
 from fp8bench.features.train.values import (
     Arm,
+    KeptTraining,
     Lines,
     StepRow,
     StreamLine,
@@ -221,14 +223,15 @@ Say = Callable[[str], None]
 
 @contextmanager
 def outward(
-    inner: TrainingObserver, store: Path, live: Path | None, log: Sequence[LogTarget] = ()
+    inner: TrainingObserver, place: Path, live: Path | None, log: Sequence[LogTarget] = ()
 ) -> Iterator[TrainingObserver]:
+    """Yields an observer that also writes a page and logs. `place` is the store, or a watched loop's stream."""
     # Each sink may fail separately: the training and the others continue.
     observers: list[_Outward] = []
     if live is not None:
-        observers.append(LivePage(live, store, inner.note))
+        observers.append(LivePage(live, place, inner.note))
     if log:
-        observers.append(LiveLog(log, store, inner.note))
+        observers.append(LiveLog(log, place, inner.note))
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -237,9 +240,19 @@ def outward(
 
 class _Outward(TrainingObserver):
     _training: Training | None = None
+    _place: Path
 
     def begun(self, training: Training) -> None:
         self._training = training
+
+    def _load(self) -> KeptTraining | None:
+        """Returns what was stored so far; None before the beginning."""
+        if self._training is None:
+            return None
+        if self._training.is_watched:
+            return loops_of([[self._place]])
+        path = KIND.find(self._training.id, self._place)
+        return None if path is None else load_training(path)
 
     def close(self) -> None:
         """The training has ended, for any reason."""
@@ -262,8 +275,8 @@ class _Several(TrainingObserver):
 class LivePage(_Outward):
     """The report of what was stored so far, which a browser reloads until the training ends."""
 
-    def __init__(self, file: Path, store: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file, self._store, self._say, self._clock = file, store, say, clock
+    def __init__(self, file: Path, place: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._place, self._say, self._clock = file, place, say, clock
         self._due, self._failed = -PAGE_SECONDS, ""
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
@@ -271,6 +284,8 @@ class LivePage(_Outward):
             return
         begun, request = self._clock(), self._training.request
         where = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
+        if self._training.is_watched:  # how many steps a loop will take is unknown
+            where = f"step {step}"
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._write(f"Written while it trains, in {where}, at {written}: all figures are of what was kept.")
         # A page of a long training takes seconds to write; limit it to two percent of the time.
@@ -280,11 +295,10 @@ class LivePage(_Outward):
         self._write("")
 
     def _write(self, state: str) -> None:
-        path = KIND.find(self._training.id, self._store) if self._training is not None else None
-        if path is None:
-            return
         try:
-            stored = load_training(path)
+            stored = self._load()
+            if stored is None:
+                return
             # During the training the page must not say that the training was cut off.
             page = page_of(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
@@ -301,8 +315,8 @@ class LivePage(_Outward):
 class LiveLog(_Outward):
     """Logs the scalars of all arms as they arrive, and the summaries of a finished training."""
 
-    def __init__(self, targets: Sequence[LogTarget], store: Path, say: Say) -> None:
-        self._targets, self._store, self._say = targets, store, say
+    def __init__(self, targets: Sequence[LogTarget], place: Path, say: Say) -> None:
+        self._targets, self._place, self._say = targets, place, say
         self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
@@ -316,9 +330,9 @@ class LiveLog(_Outward):
     def close(self) -> None:
         if self._logger is None or self._training is None:
             return
-        path = KIND.find(self._training.id, self._store)
         with contextlib.suppress(StoreError):
-            if path is not None and (stored := load_training(path)).finished:
+            stored = self._load() if not self._training.is_watched else None
+            if stored is not None and stored.finished:
                 self._log(summary_scalars(JudgedTraining(stored)))
         self._logger.close()
         self._logger = None

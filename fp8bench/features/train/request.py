@@ -93,6 +93,18 @@ def _are_rates(value: object) -> bool:
     )
 
 
+def change_of(then: str) -> tuple[str, float]:
+    """Returns the dtype in `--then`, and the share of the steps after which it begins; a share of 1 for none."""
+    word, _, share = then.rpartition("@")
+    return word, number_of(share.removesuffix("%")) / 100 if then else 1.0
+
+
+def _is_change(value: object) -> bool:
+    if value == "":
+        return True
+    return isinstance(value, str) and value.endswith("%") and bool(change_of(value)[0]) and 0 < change_of(value)[1] < 1
+
+
 def clip_of(clip: float | str) -> tuple[float, str]:
     """Returns the largest norm in `--clip`, and the kind of group that it applies to; '' for all gradients together."""
     most, _, group = str(clip).partition("/")
@@ -358,6 +370,20 @@ class TrainerSettings:
     )
     # Largest magnitudes from `scales_from`, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
+    refresh_scales: int | None = _as_in_a_run(
+        None,
+        "refresh_scales",
+        "scales from the first step's data, or --scales-from, renewed in every M-th step; the reference has none",
+        LEARNING,
+    )
+    saturation_bound: float | None = _as_in_a_run(None, "saturation_bound", group=LEARNING)
+    then: str = option(
+        "",
+        Rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
+        "finish in another dtype, like bf16@80%: the last fifth of the steps in bf16; the reference has none",
+        "DTYPE@PERCENT",
+        WHAT,
+    )
     parallel: str = _choice(
         "",
         ("", *PARALLEL),
@@ -412,7 +438,8 @@ class TrainingRequest:
             "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
             REQUEST_RULES["axes"].holds,
         ),
-        "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
+        "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply; "
+        "model=nano,micro: a training of each, and the trend of the gap",
         "NAME=A,B",
         WHAT,
         parse="axis",
@@ -440,6 +467,11 @@ class TrainingRequest:
         "fixed scales from a stored training or run (its id, or last) in place of those of each tensor; the reference "
         "has none",
         group=LEARNING,
+    )
+    own_batch: int | None = _as_in_a_run(
+        None,
+        "memory_limit",
+        "also find the largest batch of each native arm in so much memory, like 2GiB, and compare arms at their own",
     )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")

@@ -22,6 +22,7 @@ from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
+from fp8bench.features.train.own_batch import find_own_batch
 from fp8bench.features.train.request import TrainingRequest, parse_optimizer
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, TrainingRun, lab_of
 from fp8bench.features.train.values import (
@@ -207,6 +208,7 @@ class _WholeRun(TrainingRun):
             self._train_seeds()
             # Windows need steps like the last ones, so they follow them, when losses no longer depend on it.
             self._measure_energy()
+            self._find_own_batches()
             self.writer.finish("finished")
         except KeyboardInterrupt:
             with (
@@ -252,7 +254,7 @@ class _WholeRun(TrainingRun):
 
     def _measure_memory(self) -> None:
         """Measures every arm's memory alone, before all steps; a resumed training already has it."""
-        missing = self._without(lambda cost: not cost.energy)
+        missing = self._without(lambda cost: not cost.energy and not cost.capacity)
         for arm in missing:
             self.observer.working(arm.name, "measuring the memory")
             try:
@@ -265,6 +267,17 @@ class _WholeRun(TrainingRun):
             self._keep(cost)
         if missing and self.training.device.accelerated:
             self.worker.restart()  # a process that has recorded a GPU's memory must not be used for timing
+
+    def _find_own_batches(self) -> None:
+        """Finds the largest batch of each native arm, since the speed of an emulation means nothing."""
+        limit = self.training.request.own_batch
+        if limit is None:
+            return
+        for arm in self._without(lambda cost: cost.capacity):
+            if arm.native:
+                self.observer.working(arm.name, "finding the largest batch")
+                found = find_own_batch(self.training, arm, limit, self.worker)
+                self._keep(ArmCost(arm.name, self.training.request.seed, capacity=found))
 
     def _measure_energy(self) -> None:
         """Measures energy in separate windows per arm, with further steps of the arms that the last seed left in

@@ -48,6 +48,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     """Takes one step of an arm and yields its lines: the row of figures, readings if the step is watched, and events.
     Every stride-th step is watched. Without `watched` none is, and the size of updates is not measured."""
     optimizer, together, started = trainer.optimizer, trainer.together, time.perf_counter()
+    trainer.made.renew_scales(trainer.are_scales_due)
     measured, watched = watched, watched and trainer.step % trainer.task.stride == 0
 
     # 1. Fix the rate and the loss scale, and remember the state needed to repeat the step if it is not finite.

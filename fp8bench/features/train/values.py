@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fp8bench.features.train.request import BANDS, TrainerSettings, TrainingRequest
-from fp8bench.model.consumed import EnergyUse, MemoryUse
+from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
 
@@ -48,6 +48,16 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
+# What only candidates have.
+_PURE: dict[str, Any] = {
+    "precision_map": (),
+    "scales": (),
+    "refresh_scales": None,
+    "saturation_bound": None,
+    "then": "",
+}
+
+
 @dataclass(frozen=True)
 class Arm:
     """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
@@ -66,11 +76,14 @@ class Arm:
         """Whether it shows the effect of chance on the reference."""
         return self.role.value in BANDS
 
+    def changed(self, then: str) -> Arm:
+        """Returns the arm after its change of precision: in all layers, with the scales of each tensor."""
+        return replace(self, precision=then, settings=(*self.settings, *_PURE.items()))
+
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """Returns all settings of the arm. Only candidates take the precision map and stored scales."""
+        """Returns all settings of the arm."""
         own: dict[str, Any] = dict(self.settings)
-        # The reference and its bands run without precision map and stored scales.
-        pure: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
+        pure = {} if self.role is ArmRole.CANDIDATE else _PURE
         return replace(settings, **pure, **own)
 
 
@@ -114,9 +127,19 @@ class Training:
     parameters: int
 
     @property
+    def is_watched(self) -> bool:
+        """Whether its arms are loops that `fp8bench.watch` saw."""
+        return self.text.tokens == WATCHED
+
+    @property
     def compared_arms(self) -> list[Arm]:
         """Returns the reference and the arms that are compared with it, as far as they are trained."""
         return [arm for arm in self.arms if not arm.skip and not arm.is_band]
+
+    @property
+    def cast_arms(self) -> list[Arm]:
+        """Returns the arms whose tensors are shown: candidates, and every watched loop."""
+        return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
         request, seed = self.request, self.request.seed + number
@@ -189,11 +212,13 @@ WIRE_BYTES = "wire_bytes"
 # mistakes of a user's loop, when they begin: gradients are not cleared, the optimizer has lost its moments, or another
 # optimizer trains another module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
+# What stands for the tokens and the maker of loops that `fp8bench.watch` saw.
+WATCHED = "watched"
 # Kinds of events. A step was not finite;
 NOT_FINITE = "not-finite"
 # an arm's products are in a precision other than its own;
 FALLBACK = "fallback"
-# how much of a user's model an arm converts;
+# how much of a user's model an arm converts, or to which precision it changes;
 COVERAGE = "coverage"
 # a user's loop could not be observed for some updates.
 UNSEEN = "unseen"
@@ -253,13 +278,14 @@ class TrainingEvent(StreamLine):
 class ArmCost(StreamLine):
     """The cost of one arm, measured in separate passes, each of which makes a line. `kept` is the counted bytes in
     memory between two steps by purpose, `memory` the peak of a step with no other arm in memory, `energy` that of steps
-    like the last ones. `why` says why the figure is missing."""
+    like the last ones, `capacity` its largest batch. `why` says why the figure is missing."""
 
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
     memory: MemoryUse | None = None
     energy: EnergyUse | None = None
     why: str = ""
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True)
@@ -282,6 +308,19 @@ class KeptTraining:
     @property
     def alarms(self) -> list[TrainingEvent]:
         return [event for event in self.of(TrainingEvent) if event.kind == "alarm"]
+
+
+@dataclass(frozen=True)
+class WatchedLoops(KeptTraining):
+    """Loops that `fp8bench.watch` saw, as the arms of a training."""
+
+
+@dataclass(frozen=True)
+class ModelSweep:
+    """Trainings that differ in their model alone."""
+
+    kept: tuple[KeptTraining, ...]
+    path: str
 
 
 @dataclass(frozen=True)

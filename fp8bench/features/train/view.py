@@ -33,15 +33,14 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining,
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Elements, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import without_option
+from fp8bench.report.topics.own_batch import OwnBatch, own_batches
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
-# Shown under the hints of the arms' columns.
-_LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)
 _SHOWN_EVENTS = 12
 _ONLY_IN_WHOLE = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION = "position:"
@@ -56,13 +55,14 @@ def page_of(judged: JudgedTraining) -> Page:
     arms = replace(arms_table(rows, _ONLY_IN_WHOLE), caption="")
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
     spent = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
+    hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
     part = short_answer(
         f"{title_of(training, settings_of(training.request))} on {describe_devices([training.device])}: {spent}",
         f"Does it learn as well as {verdicts.reference}?",
         find_answers(judged.summaries, verdicts),
         warnings=_warnings(stored),
         action=_propose(judged, store),
-        tables=(arms,),
+        tables=(arms, *own_batch_elements(judged), Text(f"What it could show: {words.effect(verdicts)}{hint}")),
         more=(
             ("Page", f"fp8bench report {training.id} --store {store}"),
             ("More", f"fp8bench show {training.id} --store {store} --all"),
@@ -130,14 +130,18 @@ def _propose(judged: JudgedTraining, store: str) -> str:
 
 def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
-    arms = arms_table(judged.summaries)
-    answer = Items(tuple(map(as_sentence, find_answers(judged.summaries, verdicts))))
+    arms = arms_table(judged.summaries, without=("how",) if training.is_watched else ())
+    answers = find_answers(judged.summaries, verdicts)
+    answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
+    question = "Does it still learn?" if answers else "How it learned"
+    own_batch = tuple(own_batch_elements(judged))
     parts = [
-        Part("verdict", "Does it still learn?", (answer, arms, *wire_table(judged))),
+        Part("verdict", question, (*answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
-        *looks_of(stored),
+        *(() if training.is_watched else looks_of(stored)),
         *score_parts(judged.scores),
         *last_figures(judged),
+        *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
         Part("health", "What happened", tuple(_events(stored, most_events))),
         Part("ending", "", tuple(map(Text, _ending(stored)))),
     ]
@@ -145,7 +149,18 @@ def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page
 
 
 def _legend(arms: Table) -> tuple[str, ...]:
-    return (*(f"{column.title}: {column.hint}" for column in arms.columns if column.hint), *_LEGEND)
+    return tuple(f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
+
+
+def own_batch_elements(judged: JudgedTraining) -> Elements:
+    rates = {summary.arm.name: summary.tokens_per_second for summary in judged.summaries}
+    rows = []
+    for cost in judged.kept.of(ArmCost):
+        if cost.capacity is not None and not cost.capacity.batch:
+            yield Text(f"{cost.arm}: no largest batch was found: {cost.capacity.why}", Tone.DOUBT)
+        elif cost.capacity is not None:
+            rows.append(OwnBatch(cost.arm, cost.capacity, rates.get(cost.arm), cost.capacity.update))
+    yield from own_batches(rows)
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
@@ -189,6 +204,10 @@ def plan_page(training: Training, reference: ArmState) -> Page:
 
 def title_of(training: Training, changed: str = "") -> str:
     settings = training.request.settings
+    if training.is_watched:
+        request = training.request
+        names = join_words(arm.name for arm in training.arms)
+        return f"watched: {names}, {many(request.steps, 'step')} in {many(request.seeds, 'seed')}"
     about = filter(
         None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
     )
@@ -197,6 +216,8 @@ def title_of(training: Training, changed: str = "") -> str:
 
 def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     request = training.request
+    if training.is_watched:
+        return
     yield "id", training.id
     yield "device", f"{training.device.key} ({training.device.name})"
     yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
@@ -278,7 +299,10 @@ def last_figures(judged: JudgedTraining) -> Iterator[Part]:
     arms, seed = judged.training.compared_arms, judged.request.seed
     rows = frame_of(arms, judged.kept.lines)
     # Rows are in the order of steps, so that the last one of each figure is kept.
-    values = {(row.arm, row.figure): row.value for row in rows if row.seed == seed and not row.layer}
+    rows = (row for row in rows if row.seed == seed and not row.layer)
+    if judged.training.is_watched:  # only watched steps have a size of their update
+        rows = (row for row in rows if row.value == row.value)
+    values = {(row.arm, row.figure): row.value for row in rows}
     names = [arm.name for arm in arms if (arm.name, "loss") in values]
     cols = [Col("arm", str)]
     for figure in FIGURES.values():
@@ -319,13 +343,19 @@ def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
         yield words.chaos(verdicts.chaos)
     if all_of := words.chance_of_all(verdicts):
         yield all_of
+    if verdicts.arms:
+        yield words.effect(verdicts)
 
 
 def notes_of(judged: JudgedTraining) -> Iterator[str]:
     stored, verdicts = judged.kept, judged.verdicts
     yield from dict.fromkeys(event.words for event in stored.of(TrainingEvent) if event.kind == COVERAGE)
     if not verdicts.looks:
-        yield "nothing was held out, so that the training loss alone decides: return held_out from make()"
+        watched = stored.training.is_watched
+        way = "loop.held_out(value) gives one" if watched else "return held_out from make()"
+        yield f"nothing was held out, so that the training loss alone decides: {way}"
+    if stored.training.is_watched and verdicts.arms:
+        yield "loops are assumed to have had the same initial weights and batches in each seed: streams cannot tell"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from words.notes(verdict)
@@ -372,6 +402,9 @@ def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
 
 
 def _ending(stored: KeptTraining) -> Iterator[str]:
+    if stored.training.is_watched:
+        yield "curves, tensors by layer and alarms: fp8bench report STREAM"
+        return
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
     yield f"stored in {stored.path}"
     yield f"curves, tensors by layer and events: fp8bench report {stored.training.id} --store {store}"

@@ -15,6 +15,7 @@ from fp8bench.features.train.verdicts.curves import (
     Void,
     Why,
     bound_of_one,
+    smallest_effect,
 )
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
@@ -186,6 +187,16 @@ def chance_of_all(among: TrainingVerdicts) -> str:
         f"each verdict has its own 99% interval: with {count} arms that do not differ, at most {count} of 100 "
         "trainings would call any of them worse or better"
     )
+
+
+def effect(among: TrainingVerdicts) -> str:
+    """Returns which gap the training could have shown, in the arm with the widest interval, and what it is about."""
+    gaps = [arm.judged.gap for arm in among.arms if arm.judged.gap is not None]
+    sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= LEAST_PAIRS]
+    seen = "with fewer than five seeds it is unknown which gap would have shown"
+    if sizes:
+        seen = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
+    return f"{seen}; none of this transfers to a model of another size"
 
 
 def chaos(pair: Pair) -> str:

@@ -23,6 +23,7 @@ from fp8bench.report.elements import ChartAxis, Elements, Field, Stacks, Tables,
 from fp8bench.report.page.charts import stack_parts
 from fp8bench.report.page.section import Material, mark_emulated, name_tables, section, titled_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, ResultGroup, describe_params, join_parts, value_of
+from fp8bench.report.topics.own_batch import own_batch_of, own_batches
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
 from fp8bench.report.words.naming import figure_words
@@ -236,6 +237,7 @@ def capacity(panel: Panel) -> Elements:
     required = {col.heading for col in cols} - {"group"}
     batches = table("capacity", batch_title(searches[0][2]), cols, searches, required=required)
     yield with_figures(batches, (row[:2] for row in searches))
+    yield from own_batches(own_batch_of(result, search) for _, result, search in searches)
     if any(result.is_emulated for _, result, _ in searches):
         yield Text(_OF_EMULATIONS)
 

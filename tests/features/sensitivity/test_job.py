@@ -12,13 +12,14 @@ import pytest
 
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.sensitivity.command import command_of
+from fp8bench.features.sensitivity.command import command_of, page_of
 from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, open_study, write_map
-from fp8bench.features.sensitivity.study import By, Study
+from fp8bench.features.sensitivity.study import FORMATS, By, Study
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
+from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.facts import CPU
 
@@ -175,3 +176,39 @@ def test_without_a_reference_nothing_can_be_told_and_without_a_draw_the_others_c
     assert study.baseline.failure and not study.draws and not study.probes and len(trainer.log) == 1
     study, _ = studied(Trainer(costs(), draws=(1.0, math.nan, 1.03)))
     assert study.draws[0].failure == "the loss is nan in step 1" and study.noise == pytest.approx(0.03)
+
+
+@dataclass
+class Formats(Trainer):
+    """Gives gradient errors by layer and format; without an entry all formats have the same."""
+
+    errors: dict[tuple[str, str], float | WorkerError] = field(default_factory=dict)
+
+    def _gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float:
+        ((layer, form), *others) = case.precision_map or (("", ""),)
+        found = self.errors.get((layer, form), 0.1) if not others and case.precision == "bf16" else 0.2
+        if isinstance(found, WorkerError):
+            raise found
+        return found
+
+
+def test_each_layer_gets_the_cheapest_format_that_is_nearly_the_best(tmp_path: Path) -> None:
+    """Within a tenth of the least error. Then the map is trained, and one format in all layers next to it."""
+    up, down = "blocks.0.mlp.up", "blocks.0.mlp.down"
+    errors: dict[tuple[str, str], float | WorkerError] = {
+        (up, "fp8"): 0.5, (up, "fp8-e4m3"): 0.112, (up, "fp8-rowwise"): 0.109,
+        (down, "fp8"): LOST, (down, "fp8-e4m3"): 0.3,
+    }  # fmt: skip
+    trainer = Formats(costs(), errors=errors)
+    study, _ = studied(trainer, By.FORMAT)
+    assert len(study.probes) == len(LAYERS) * len(FORMATS) and trainer.restarts == 1
+    proposed = {layer.name: "fp8" for layer in LAYERS} | {up: "fp8-e5m2", down: "fp8-e5m2"}
+    assert study.proposed_forms == proposed
+    candidate, everywhere = study.candidates
+    assert dict(candidate.precision_map) == {"head": "fp8", up: "fp8-e5m2", down: "fp8-e5m2"}
+    assert everywhere.precision_map == (("head", "fp8"),) and study.suggestion == candidate
+    assert f"{up}=fp8-e5m2" in command_of(study, candidate)
+    text = " ".join(render(page_of(study)).split())
+    assert f"{up} 50.00% 11.20% 10.00% 10.90% 10.00% fp8-e5m2" in text and f"{down} - 30.00% 10.00%" in text
+    write_map(study, tmp_path / "map")
+    assert dict(precision_map(str(tmp_path / "map"))) == dict(candidate.precision_map)

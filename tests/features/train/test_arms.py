@@ -140,6 +140,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown setting or option to sweep 'histroy'. Did you mean 'history'": {
         "dtypes": DELAYED, "sweep": (("histroy", ("1",)),),
     },
+    "--then bf16@80%: bf16 is in bf16 from its beginning": {
+        "dtypes": ("bf16", "fp32"), "settings": TrainerSettings(then="bf16@80%"),
+    },
+    "unit-scaled from its beginning": {"dtypes": ("bf16", "fp8-unit"), "settings": TrainerSettings(then="bf16@80%")},
+    "cannot be renewed in a compiled graph": {"settings": TrainerSettings(refresh_scales=5, compile="yes")},
+    "--then work in one process": {
+        "settings": TrainerSettings(then="bf16@80%", parallel="ddp", batch=2), "ranks": 2,
+    },
     "--sweep rate: 'x' is not a number": {"sweep": (("rate", ("x",)),)},
     "--sweep rate: rate must be a number above 0": {"sweep": (("rate", ("-1",)),)},
     "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
@@ -232,7 +240,8 @@ SETTINGS: dict[str, list[Any]] = {
     "parallel": ["pp"], "wire": ["int8"], "make": [3], "skip": ["head"],
     "optimizer": ["rmsprop", "adamw:betas=0.9", "adamw:betas=0.9,1", "sgd:weight_decay=-1"],
     "schedule": ["cyclic", "cosine:warmup=1.1", "linear:floor=2", "constant:floor=0"], "updates": ["fp4"],
-    "scales": ["last", (("fp8", "up", "input"),)],
+    "scales": ["last", (("fp8", "up", "input"),)], "refresh_scales": [0, 1.5], "saturation_bound": [-1, 100, "1"],
+    "then": [3, "bf16", "bf16@80", "@80%", "bf16@0%", "bf16@100%", "bf16@x%"],
 }  # fmt: skip
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],
@@ -241,7 +250,7 @@ ASKED: dict[str, list[Any]] = {
     "imports": ["x"], "isolation": [None],
     "energy": ["yes"],
     "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
-    "scales_from": [""],
+    "scales_from": [""], "own_batch": [0, "1GiB"],
 }  # fmt: skip
 
 

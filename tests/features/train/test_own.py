@@ -107,6 +107,7 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
         ({"settings": {"start": "last"}}, "--start last does not work with"),
         ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"),
         ({"data": "text.txt"}, "--data is for"),
+        ({"own_batch": 1 << 30}, "--own-batch is for"),
         ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
         ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
         ({"settings": {"make": "net.py"}}, "is not a function. Give module:function"),
@@ -174,7 +175,8 @@ def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
     printed = " ".join(str(compared).split())
     assert "?." not in printed
     assert "does this arm take effect?" in printed and "seeds 0, 1, 2, 3 and 4 do not count" in printed
-    assert [row[0] for row in compared.as_rows()[1]] == ["plain", *learned]
+    summaries = [row for row in compared.as_rows()[1] if isinstance(row, dict) and row["figure"] == "loss"]
+    assert [row["arm"] for row in summaries] == ["plain", *learned][: len(summaries)] and len(summaries) >= 4
 
 
 def test_files_that_are_not_streams_are_refused(tmp_path: Path) -> None:
@@ -199,4 +201,4 @@ def test_files_that_are_not_streams_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="margin"):
         fp8bench.compare_streams(good, good, margin=100)
     printed = " ".join(str(fp8bench.compare_streams(paths["unseen"], paths["cut"])).split())
-    assert "0 seeds count, fewer than 5" in printed and "gave a held-out loss" in printed
+    assert "0 seeds count, fewer than 5" in printed and "loop.held_out(value) gives one" in printed

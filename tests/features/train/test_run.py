@@ -17,17 +17,21 @@ from fp8bench.features.train.request import BANDS
 from fp8bench.features.train.values import (
     ArmCost,
     KeptTraining,
+    SeedTask,
     StepFigure,
     StepRow,
     TrainingEvent,
     Validation,
 )
+from fp8bench.features.train.verdicts.summary import JudgedTraining
+from fp8bench.features.train.view import whole_page
 from fp8bench.measure.sensors.driver import Looks, Query
 from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.nvml import QUERIES
-from fp8bench.model import DeviceFacts, EnergyUse
+from fp8bench.model import DeviceFacts, EnergyUse, MemoryUse
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.readings import Reading, Readings, Unavailable
+from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.facts import H200
 from tests.features.train.conftest import Trained
@@ -120,6 +124,43 @@ def test_memory_that_could_not_be_measured_has_a_reason(trained: Trained) -> Non
     first, second = kept.of(ArmCost)
     assert first.memory is None and "could not be measured: the worker crashed" in first.why
     assert second.memory is not None and kept.finished and lab.restarts == 1
+
+
+@dataclass
+class SizedLab(FakeLab):
+    """A sequence takes 1,000 bytes and 0.1 s, and the update 0.5 s; a batch above `most` ends the worker's memory."""
+
+    most: int = 100
+
+    def _alone(self, task: SeedTask) -> ArmCost:
+        self.task = task
+        (arm,), batch = task.arms, task.settings.batch or 1
+        if batch > self.most:
+            raise WorkerFault("OutOfMemoryError", "CUDA out of memory", "", out_of_memory=True)
+        return ArmCost(arm.name, task.seed, memory=MemoryUse(1000 * batch))
+
+    def _loop(self, arm: str, steps: int) -> float:
+        assert self.task is not None
+        return steps * (0.1 * self.task.settings.batch * self.task.settings.micro_batches + 0.5)
+
+
+def test_each_native_arm_has_its_largest_batch_and_its_pace(trained: Trained) -> None:
+    """By running it; the update's time from twice the micro-batches. fp8 is emulated on a CPU."""
+    kept, *_ = trained(SizedLab(), small(own_batch=12_500))
+    (cost,) = [cost for cost in kept.of(ArmCost) if cost.capacity is not None]
+    found = cost.capacity
+    assert found is not None and (cost.arm, found.batch, found.beyond, found.peak) == ("bf16", 12, 13, 12_000)
+    assert (
+        found.seconds == pytest.approx([1.7] * 8) and found.update == pytest.approx(0.5) and "500 B more" in found.why
+    )
+    shown = " ".join(render(whole_page(JudgedTraining(kept))).split())
+    assert "Each arm at its own batch" in shown and "h for 1 G tokens" in shown
+    full, _, _ = trained(SizedLab(most=7), small(own_batch=12_500))
+    assert [cost.capacity.batch for cost in full.of(ArmCost) if cost.capacity] == [7]
+    faulty, _, _ = trained(SizedLab(strikes("", 0, name="loop")), small(own_batch=12_500))
+    assert faulty.finished and "bf16: no largest batch was found: the worker crashed" in " ".join(
+        render(whole_page(JudgedTraining(faulty))).split()
+    )
 
 
 @dataclass

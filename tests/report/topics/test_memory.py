@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp8bench.model import Capacity, Measurement, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import rows
 from fp8bench.report.elements import Stacks, Table
-from fp8bench.report.panels import panels_of
+from fp8bench.report.panels import panels_of, phases_of
 from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, share_of
 from fp8bench.report.topics.memory import memory as memory_of
 from tests.materials import Made, built, of_kind, part, told
@@ -174,3 +174,24 @@ def test_terminal_page_and_rows_tell_one_peak() -> None:
     assert shown == [
         row["median_in_unit"] for row in rows(*made) if row["metric"] == "peak_memory" and row["phase"] == "step"
     ]
+
+
+def test_each_precision_at_its_own_batch() -> None:
+    """Next to the batch of all, and at equal tokens a step, where bf16 accumulates two micro-batches of its own."""
+    run, findings = transformer()
+    found = (replace(fits(16), tokens=4096, seconds=(9.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0)),)
+    found += (replace(fits(32), tokens=8192, seconds=(2.0,) * 8), replace(fits(20), tokens=4096))
+    records = [replace(record, capacity=own) for record, own in zip(run.records, found, strict=True)]
+    (panel,) = panels_of(replace(run, records=tuple(records)), findings)
+    table = next(element for element in capacity(panel) if getattr(element, "name", "") == "own-batch")
+    assert isinstance(table, Table)
+    bf16, fp16 = (
+        {column.title: field.value for column, field in zip(table.columns, row, strict=True)} for row in table.rows
+    )
+    assert (bf16["tokens/s"], fp16["tokens/s"], bf16["step"]) == (2048, 4096, 2.0)
+    assert bf16["h for 1 G tokens"] == 1e9 / 2048 / 3600
+    case_bf16, _, _ = panel.members
+    assert case_bf16.best and bf16["same batch"] == 1024 / case_bf16.best
+    update = dict(phases_of(case_bf16.result))["optimizer_step"]
+    assert bf16["at 8.19 k a step"] == 8192 / (2 * (2 - update) + update) and update > 0
+    assert fp16["at 8.19 k a step"] == 8192 / 2

@@ -9,7 +9,7 @@ from typing import Any
 from fp8bench.features.train.health import loops, tensors  # noqa: F401 - their rules register themselves
 from fp8bench.features.train.health.steps import RULES, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmRole, StreamLine, TrainingEvent
+from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StreamLine, TrainingEvent
 from fp8bench.registry import precisions
 
 # An episode ends once a rule has found nothing for this many steps; then it may alarm again.
@@ -31,6 +31,8 @@ class Health:
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
+                if line.kind == COVERAGE and line.step:
+                    self._forget_tensors(line.seed, line.arm)
                 continue
             for rule in self._rules_of(line.seed, line.arm):
                 # A rule reads every line of its kinds, even between alarms.
@@ -52,6 +54,11 @@ class Health:
                     for name in names - {""}:
                         self._rules.setdefault((seed, name), []).append(rule)
         return self._rules.get((seed, arm), [])
+
+    def _forget_tensors(self, seed: int, arm: str) -> None:
+        """Restarts the rules about tensors of an arm that has changed its precision: other scales are no illness."""
+        rules = self._rules_of(seed, arm)
+        rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
 
     def _pair_arm(self, arm: Arm) -> WatchedArm:
         slowest = min((factor for _, factor in self._settings.rates), default=1.0)

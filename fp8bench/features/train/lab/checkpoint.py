@@ -249,14 +249,21 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def apply_scales(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str) -> Arithmetic:
-    """Gives a layer's arithmetic its stored scales, if settings have any. Raises UsageError for a layer without."""
-    if not settings.scales:
+def apply_scales(
+    arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str, books: list[ScaleBook]
+) -> Arithmetic:
+    """Gives a layer's arithmetic scales from data, if settings ask for them, and adds their book to `books`. Raises
+    UsageError for a layer without stored scales."""
+    bound = None if settings.saturation_bound is None else settings.saturation_bound / 100
+    if not settings.scales and settings.refresh_scales is None and bound is None:
         return arithmetic
-    rule = StaticScales(0, source="stored", known=settings.scales)
+    rule = StaticScales(0, settings.refresh_scales or 0, bound, source="stored", known=settings.scales)
     scales = rule.known_for(mode)
-    by_book = arithmetic.scaled_by(ScaleBook(rule, scales), name)
-    if by_book is not arithmetic and not any(layer == name for layer, _ in scales):
+    book = ScaleBook(rule, scales)
+    by_book = arithmetic.scaled_by(book, name)
+    if by_book is not arithmetic:
+        books.append(book)
+    if settings.scales and by_book is not arithmetic and not any(layer == name for layer, _ in scales):
         raise UsageError(
             f"--scales-from has scales for {join_words((layer for layer, _ in scales), _SHOWN)}, and none "
             f"for {name}, a layer of this model. Choose a training or run of the same model."

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, State, StreamLine
+from fp8bench.features.train.values import COVERAGE, Arm, ArmCost, ArmState, SeedTask, State, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhases
@@ -100,12 +100,25 @@ class Lab(Bench):
         """Takes up to `steps` steps and returns their lines. An arm that has stopped or is done returns none."""
         from fp8bench.features.train import step
 
-        trainer = self._trainer(arm)
-        with self._running(trainer.precision):
-            lines: list[StreamLine] = []
-            for _ in range(steps):
+        lines: list[StreamLine] = []
+        for _ in range(steps):
+            lines += self._change(arm)
+            trainer = self._trainer(arm)
+            with self._running(trainer.precision):
                 lines += step.advance(trainer, self._unmarked())
-            return tuple(lines)
+        return tuple(lines)
+
+    def _change(self, arm: str) -> Iterator[StreamLine]:
+        """Changes an arm to its later precision, once that is due, and yields an event."""
+        from fp8bench.features.train.lab.trainer import change_precision
+
+        trainer = self._trainer(arm)
+        if trainer.stopped or trainer.change is None or trainer.step < trainer.change[1]:
+            return
+        with self._running():
+            self._trainers[arm] = change_precision(trainer)
+        word, first = trainer.change
+        yield trainer.event(COVERAGE, f"{arm} is trained in {word} from step {first} on")
 
     def loop(self, key: str, steps: int) -> float:
         """Returns the seconds of `steps` further steps, back to back. They change the arm and return no lines."""
@@ -149,11 +162,17 @@ class Lab(Bench):
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Restores a checkpoint and returns the next step of each arm. An arm that it lacks has stopped."""
+        from fp8bench.features.train.lab.trainer import change_precision
+
         # An arm that was not finite is in no checkpoint, and stays stopped.
         memories = self._read(folder)
-        for name, trainer in self._trainers.items():
+        for name, trainer in list(self._trainers.items()):
             if name in memories:
-                trainer.recall(memories[name])
+                trainer.step = int(memories[name]["step"])
+                if memories[name].get("precision", trainer.arm.precision) != trainer.arm.precision:
+                    with self._running():
+                        self._trainers[name] = change_precision(trainer)
+                self._trainers[name].recall(memories[name])
             else:
                 trainer.stopped = True
         return tuple((name, trainer.step) for name, trainer in self._trainers.items())

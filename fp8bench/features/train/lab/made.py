@@ -25,7 +25,7 @@ from fp8bench.nn.compiling import Forward, compile_model
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Phases, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols import Arithmetic, Phases, ScaleBook, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 
@@ -50,7 +50,13 @@ class MadeModel:
         self.settings = arm.merge_settings(task.settings)
         self.precision = precisions.get(arm.precision)
         self.arithmetics: dict[str, Arithmetic] = {}
+        self.scale_books: list[ScaleBook] = []
         self._wrap = wrap
+
+    def renew_scales(self, due: bool) -> None:
+        """Says whether casts from now on renew scales from data."""
+        for book in self.scale_books:
+            book.watching = due
 
     def finish(self) -> None:
         """Collects what is trained and cast; called once the model exists."""
@@ -132,7 +138,8 @@ class BuiltInModel(MadeModel):
             key = key_of(layers[name], keys)
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
-            arithmetic = apply_scales(self.arithmetic(mode).layer(f"{source}/{name}"), settings, mode, name)
+            drawn = self.arithmetic(mode).layer(f"{source}/{name}")
+            arithmetic = apply_scales(drawn, settings, mode, name, self.scale_books)
             self.arithmetics[name] = watched = self.watch_arithmetic(self.together.share_scales(name, arithmetic))
             return watched
 

@@ -80,7 +80,7 @@ class OwnModel(MadeModel):
             # Each layer rounds at random independently, and reproducibly after a resume.
             drawn = self.arithmetic(mode).layer(f"{seed}/{layer.name}")
             self.arithmetics[layer.name] = watched = self.watch_arithmetic(
-                apply_scales(drawn, self.settings, mode, layer.name)
+                apply_scales(drawn, self.settings, mode, layer.name, self.scale_books)
             )
             return watched
 

@@ -17,7 +17,7 @@ from fp8bench.features.train.lab.own_model import OwnModel
 from fp8bench.features.train.lab.rates import RateSchedule, group_of, loss_scale_of
 from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, ModelWatch, not_finite_words
-from fp8bench.features.train.request import clip_of
+from fp8bench.features.train.request import change_of, clip_of
 from fp8bench.features.train.values import (
     NOT_FINITE,
     Arm,
@@ -95,6 +95,18 @@ class Trainer:
             MemoryRole.GRADIENTS: tensors_of["gradients"],
             MemoryRole.OPTIMIZER: moments,
         }
+
+    @property
+    def are_scales_due(self) -> bool:
+        """Whether the next step renews scales from data. Stored ones last until the first renewal."""
+        every = self.settings.refresh_scales
+        return bool(every and self.step % every == 0 and (self.step or not self.settings.scales))
+
+    @property
+    def change(self) -> tuple[str, int] | None:
+        """The precision that the arm changes to, and its first step in it; None if it does not change."""
+        word, share = change_of(self.settings.then)
+        return (word, max(1, round(share * self.task.steps))) if word else None
 
     def rate_share(self) -> float:
         """Returns the share of the optimizer's rates in the next step. A user's schedule has changed those already."""
@@ -190,6 +202,7 @@ class Trainer:
         place, casts = (self.arm.name, self.task.seed, self.step), self.remember_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        self.made.renew_scales(False)
         try:
             last = last or self.step == self.task.steps
             with self.present(SILENT), torch.no_grad(), self.made.cached_weights.cast(SILENT):
@@ -208,6 +221,7 @@ class Trainer:
     def memory(self) -> State:
         return {
             "step": self.step,
+            "precision": self.arm.precision,
             "stopped": self.stopped,
             "loss_scale": [self.loss_scale.scale, self.loss_scale.good_steps],
             "optimizer": self.optimizer.memory(),
@@ -219,12 +233,27 @@ class Trainer:
 
     def recall(self, memory: State) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
-        self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
+        # What casts remember belongs to their precision, as does the loss scale; older checkpoints have one precision.
+        same = memory.get("precision", self.arm.precision) == self.arm.precision
+        if not same:
+            memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
+        else:
+            self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
         self._skipped = memory["skipped"]
         self._schedule.recall(memory["schedule"])
         self.optimizer.recall(memory["optimizer"])
         self.recall_casts(CastState(**memory["casts"]))
         self.watch.scales = dict(memory["watched"])
+
+
+def change_precision(trainer: Trainer) -> Trainer:
+    """Returns a trainer of the arm in its later precision, with the same weights, moments and step; the same trainer if
+    it does not change now."""
+    if trainer.change is None or trainer.step < trainer.change[1]:
+        return trainer
+    changed = Trainer(trainer.task, trainer.arm.changed(trainer.change[0]))
+    changed.recall(trainer.memory())
+    return changed
 
 
 def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -352,6 +352,11 @@ def seeds_until(gap: Gap, margin: float) -> int | None:
     return counts[place] - gap.pairs if place < len(counts) else None
 
 
+def smallest_effect(gap: Gap) -> float:
+    """Returns the gap that would probably have been called a difference, with as many pairs and the same deviation."""
+    return (quantile(DECIDING, gap.pairs - 1) + _POWER) * gap.deviation / math.sqrt(gap.pairs)
+
+
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
     """Bounds a gap by the effect of one ulp in the same seed: Student's t with one degree of freedom. None if that had
     no effect. Both share the reference's chance, which makes their ratio slightly narrower."""

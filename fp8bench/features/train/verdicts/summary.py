@@ -24,6 +24,7 @@ from fp8bench.features.train.values import (
     KeptTraining,
     StepFigure,
     StepRow,
+    StreamLine,
     Training,
     TrainingEvent,
     Validation,
@@ -95,7 +96,10 @@ class JudgedTraining:
 
     @cached_property
     def curves(self) -> dict[Key, Curve]:
-        return curves_of(self.kept.lines, self.training.request.steps)
+        lines = self.kept.lines
+        if self.training.is_watched:
+            lines = tuple(map(_drop_time, lines))
+        return curves_of(lines, self.training.request.steps)
 
     @cached_property
     def verdicts(self) -> TrainingVerdicts:
@@ -110,6 +114,11 @@ class JudgedTraining:
         return verdicts_of_scores(self.kept, self.verdicts)
 
 
+def _drop_time(line: StreamLine) -> StreamLine:
+    """Returns a line whose speed is not compared, because what else ran next to a loop is unknown."""
+    return replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
+
+
 def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     stored, verdicts, curves = judged.kept, judged.verdicts, judged.curves
     peaks = {line.arm: line.memory for line in stored.of(ArmCost) if line.memory is not None}
@@ -122,7 +131,9 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     energies = {line.arm: energy_of(line.energy) for line in stored.of(ArmCost) if line.energy is not None}
     events = Counter(event.arm for event in stored.of(TrainingEvent))
     # A watched step has no time of its own.
-    paces = together((row.arm, row.seconds / row.tokens) for row in stored.of(StepRow) if row.seconds > 0)
+    paces = together(
+        (row.arm, row.seconds / row.tokens) for row in stored.of(StepRow) if row.seconds > 0 and row.tokens
+    )
     sizes = _first_by_arm(stored, BYTES_PER_PARAMETER)
     wires = _first_by_arm(stored, WIRE_BYTES)
     summaries = []
@@ -173,8 +184,8 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
     return {
         "loss": summary.loss,
         "held_out": summary.held_out,
-        **_gap("gap", verdict.judged.gap if verdict else None),
-        **_gap("held_out_gap", verdict.judged.held_out if verdict else None),
+        **gap_figures("gap", verdict.judged.gap if verdict else None),
+        **gap_figures("held_out_gap", verdict.judged.held_out if verdict else None),
         "tokens_per_second": summary.tokens_per_second,
         **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter,
@@ -187,7 +198,7 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
     }
 
 
-def _gap(name: str, gap: Gap | None) -> dict[str, float | None]:
+def gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
     if gap is None:
         return {**_interval(name, None), **_interval(f"{name}_deciding", None), f"{name}_pairs": None}
     ends = {**_interval(name, gap.shown), **_interval(f"{name}_deciding", gap.decides)}

@@ -36,6 +36,9 @@ MODES = (
     Arm("o3", "fp8:scale=pow2", settings=LEVELS["msamp-o3"].settings),
     Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
     Arm("attention", "fp8-delayed:history=4", settings=(("attention", "rounded"),)),
+    Arm("renewed", "fp8", settings=(("refresh_scales", 3),)),
+    Arm("bound", "fp8", settings=(("saturation_bound", 0.0),)),
+    *(Arm(f"then {share}", "fp8-delayed", settings=(("then", f"nvfp4@{share}%"),)) for share in (25, 50, 75)),
 )  # fmt: skip
 MANY = (
     *precisions.names(),

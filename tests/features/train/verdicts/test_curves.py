@@ -25,6 +25,7 @@ from fp8bench.features.train.verdicts.curves import (
     judge,
     pair_curves,
     rule,
+    smallest_effect,
 )
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.model import Interval
@@ -259,3 +260,20 @@ def test_real_nudged_arms_were_never_called() -> None:
 def test_speed_to_the_same_loss_holds_the_pace_that_was_planted(pace: float) -> None:
     held, point = speeds(150, pace, 0.002)
     assert held > 0.88 and point == pytest.approx(pace, rel=0.02)
+
+
+def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
+    """A gap of that size, drawn with the same deviation; one of half that size is missed more often than not."""
+    numbers = np.random.default_rng(0).normal(0.0, 0.004, (2000, 5))
+    sizes = [smallest_effect(gap) for row in numbers if (gap := gap_of(list(row))) is not None]
+    effect = statistics.median(sizes)
+
+    def share_found(size: float) -> float:
+        gaps = [gap_of(list(row + size)) for row in numbers]
+        return sum(gap is not None and gap.decides is not None and gap.decides.low > 0 for gap in gaps) / len(gaps)
+
+    assert 0.65 < share_found(effect) < 0.85 and share_found(effect / 2) < 0.5
+    learned = verdicts_of(training(), lines({"fp8": around(0.02)}))
+    assert words.effect(learned).startswith("a gap of 0.") and "another size" in words.effect(learned)
+    few = verdicts_of(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
+    assert words.effect(few).startswith("with fewer than five seeds it is unknown")

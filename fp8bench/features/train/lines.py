@@ -1,0 +1,41 @@
+"""Lines of a training's stream as plain JSON, with their kind as the key."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fp8bench.features.train.values import (
+    ArmCost,
+    LayerReading,
+    StepFigure,
+    StepRow,
+    StreamLine,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.model.codec import decode, encode
+from fp8bench.store.kept_lines import Content
+
+# Names of the kinds of lines in the stream.
+LINE_KINDS: dict[str, type] = {
+    "step": StepRow,
+    "reading": LayerReading,
+    "figure": StepFigure,
+    "validation": Validation,
+    "event": TrainingEvent,
+    "cost": ArmCost,
+}
+_NAMES = {kind: name for name, kind in LINE_KINDS.items()}
+
+
+def plain(line: StreamLine) -> dict[str, Any]:
+    return {_NAMES[type(line)]: encode(line)}
+
+
+def is_line(content: object) -> bool:
+    return isinstance(content, dict) and len(content) == 1 and content.keys() <= LINE_KINDS.keys()
+
+
+def line_of(content: Content) -> StreamLine:
+    ((name, value),) = content.items()
+    return cast(StreamLine, decode(LINE_KINDS[name], value))

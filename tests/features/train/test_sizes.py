@@ -1,0 +1,104 @@
+"""The gap by model size: trainings of several models, one table, and the trend."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.features.train.arms import make_arms, requests_by_model
+from fp8bench.features.train.kind import KIND, SIZES_KIND, start_training
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.sizes import Sizes, describe_trend, page_of, rows_of
+from fp8bench.features.train.values import KeptTraining
+from fp8bench.report.terminal.layout import render
+from tests.counts import for_each
+from tests.facts import CPU
+from tests.learning_curves import lines, training
+
+MODELS = {"nano": 1_000_000, "micro": 3_300_000, "gpt2-124m": 124_000_000}
+
+
+def sized(model: str, gaps: list[float]) -> KeptTraining:
+    begun = training(seeds=len(gaps))
+    request = replace(begun.request, settings=TrainerSettings(model=model))
+    begun = replace(begun, id=f"t-{model}", request=request, parameters=MODELS[model])
+    return KeptTraining(begun, lines({"fp8": gaps}), True, f"store/trainings/{model}/steps.jsonl")
+
+
+def sizes_of(slope: float, noise: float = 1e-4) -> tuple[Sizes, dict[str, list[float]]]:
+    """Trainings whose gap grows by `slope` with ten times the parameters, with chance in every seed."""
+    chance = random.Random(0)
+    gaps = {}
+    for model, parameters in MODELS.items():
+        gaps[model] = [0.01 + slope * (np.log10(parameters) - 6) + chance.gauss(0, noise) for _ in range(6)]
+    return Sizes(tuple(sized(model, gaps[model]) for model in reversed(MODELS)), "sizes"), gaps
+
+
+def test_a_planted_trend_is_found_as_least_squares_finds_it() -> None:
+    sizes, gaps = sizes_of(0.002)
+    trend = sizes.trends["fp8"]
+    assert trend is not None and trend.shown is not None
+    by_seed = np.polyfit(np.log10(list(MODELS.values())), np.array(list(gaps.values())), 1)[0]
+    assert trend.point == pytest.approx(float(by_seed.mean()), abs=1e-9)
+    assert trend.shown.low < 0.002 < trend.shown.high and trend.pairs == 6
+    assert describe_trend("fp8", trend).startswith("fp8: the gap changes with size: +0.2")
+    none = sizes_of(0.0, 1e-3)[0].trends["fp8"]
+    assert describe_trend("fp8", none).startswith("fp8: no trend is visible")
+    few = Sizes(tuple(sized(model, [0.01, 0.02]) for model in ("nano", "micro")), "sizes")
+    assert "cannot tell: 2 seeds count" in describe_trend("fp8", few.trends["fp8"])
+
+
+def test_sizes_are_a_table_a_page_and_rows() -> None:
+    """From the smallest model to the largest, each with its verdict, and what the trend does not say."""
+    sizes, _ = sizes_of(0.002)
+    text = " ".join(render(page_of(sizes)).split())
+    assert text.index("nano") < text.index("micro") < text.index("gpt2-124m 124")
+    assert "says nothing of models beyond 124 M parameters" in text and "worse by" in text
+    assert [row["model"] for row in rows_of(sizes)[1]] == [*MODELS, "ten times the parameters"]
+
+
+def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
+    for model in ("nano", "micro", "nano"):
+        kept = sized(model, [0.01] * 5)
+        begun = replace(
+            kept.training, id=f"{len(KIND.files(store))}{model}", started=f"2026-01-0{len(model)}T12:00:00Z"
+        )
+        writer = start_training(begun, store)
+        writer.append(kept.lines)
+        writer.finish("finished")
+        writer.close()
+    joined = SIZES_KIND.join(["0nano", "1micro"], store)
+    assert joined is not None and [kept.training.id for kept in joined.kept] == ["0nano", "1micro"]
+    assert SIZES_KIND.join(["0nano", "2nano"], store) is None  # of one model
+    assert SIZES_KIND.join(["0nano"], store) is None and SIZES_KIND.join(["0nano", "none"], store) is None
+
+
+def test_each_model_is_a_request_of_its_own() -> None:
+    rates = ("rate", ("1e-3", "2e-3"))
+    asked = TrainingRequest(sweep=(("model", ("nano", "micro")), rates))
+    requests = requests_by_model(asked)
+    assert [(request.settings.model, request.sweep) for request in requests] == [
+        ("nano", (rates,)),
+        ("micro", (rates,)),
+    ]
+    assert requests_by_model(TrainingRequest()) == [TrainingRequest()]
+    with pytest.raises(UsageError, match="one model after the other"):
+        make_arms(asked, CPU)
+
+
+@for_each(
+    ("request_", "words"),
+    [
+        (TrainingRequest(sweep=(("model", ("nano", "nano")),)), "at most once, got 'nano'"),
+        (TrainingRequest(sweep=(("model", ("nanno",)),)), "got 'nanno'"),
+        (TrainingRequest(settings=TrainerSettings(make="a:b"), sweep=(("model", ("nano",)),)), "not a:b"),
+    ],
+)
+def test_models_that_cannot_be_swept_are_refused(request_: TrainingRequest, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        requests_by_model(request_)
