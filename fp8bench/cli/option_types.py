@@ -123,7 +123,7 @@ def memory(text: str) -> int:
     try:
         value = bytes_of(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or {ALL_MEMORY_WORD}, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     # Less than a byte is no size.
     return _held(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 

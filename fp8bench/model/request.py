@@ -82,6 +82,10 @@ def _is_axis(value: object) -> bool:
 
 
 _MOST_BYTES = 100 << 40
+# The limit of memory that is the device's own, and its name.
+ALL_MEMORY, ALL_MEMORY_WORD = 0, "device"
+_SIZE_WORDS = f"a size above 0 and up to {size(_MOST_BYTES)}, like 2GiB"
+MEMORY_SIZE = whole_number(ALL_MEMORY + 1, _MOST_BYTES, _SIZE_WORDS)
 _SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
 KNOWN_SCALES = _texts(
@@ -155,8 +159,6 @@ def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
 
 # Energy of the whole step only, or of its phases too.
 ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
-# The limit of memory that is the device's own, and its name.
-ALL_MEMORY, ALL_MEMORY_WORD = 0, "device"
 
 
 @dataclass(frozen=True)
@@ -267,9 +269,7 @@ class Request:
     )
     memory_limit: int | None = option(
         None,
-        whole_number(
-            ALL_MEMORY, _MOST_BYTES, f"a size above 0 and up to {size(_MOST_BYTES)}, like 2GiB, or {ALL_MEMORY_WORD}"
-        ),
+        whole_number(ALL_MEMORY, _MOST_BYTES, f"{_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
         f"also look for the largest batch that fits into so much memory, like 2GiB, or {ALL_MEMORY_WORD}: all that a "
         "GPU has; per precision, by running it and the next one; and compare precisions at their own",
         "SIZE",

@@ -12,6 +12,7 @@ from fp8bench.errors import UsageError
 from fp8bench.files import is_no_folder
 from fp8bench.model.request import (
     KNOWN_SCALES,
+    MEMORY_SIZE,
     REQUEST_RULES,
     Request,
     Rule,
@@ -380,7 +381,7 @@ class TrainerSettings:
     then: str = option(
         "",
         Rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
-        "finish in another dtype, like bf16@80%: the last fifth of the steps in bf16; the reference has none",
+        "finish in another dtype, like bf16@80%%: the last fifth of the steps in bf16; the reference has none",
         "DTYPE@PERCENT",
         WHAT,
     )
@@ -468,10 +469,13 @@ class TrainingRequest:
         "has none",
         group=LEARNING,
     )
-    own_batch: int | None = _as_in_a_run(
+    own_batch: int | None = option(
         None,
-        "memory_limit",
+        MEMORY_SIZE,
         "also find the largest batch of each native arm in so much memory, like 2GiB, and compare arms at their own",
+        "SIZE",
+        LENGTH,
+        parse="memory",
     )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
