@@ -104,7 +104,11 @@ def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: D
     if request.grid and workload.history is not None:
         requested = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **requested}
         is_quick = False  # sizes outside the grid have no history
-    return [axis.values(requested.get(axis.name) or (is_quick and axis.quick) or axis.default) for axis in axes]
+    values = []
+    for axis in axes:
+        words = (*requested.get(axis.name, ()), *requested.get(axis.alias, ()))
+        values.append(axis.values(words or (is_quick and axis.quick) or axis.default))
+    return values
 
 
 def _check_params(workload: Workload, params: Params) -> Params:

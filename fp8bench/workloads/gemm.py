@@ -11,7 +11,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.served import CARRIERS, OWN, SERVED, arm_of, kept_support
 from fp8bench.nn.shared_workloads import why_no_errors
-from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, sides_of
+from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, model_products, sides_of
 from fp8bench.protocols import (
     MEMORY_OF,
     Arithmetic,
@@ -76,7 +76,7 @@ class Gemm(Workload):
     casts nothing."""
 
     name = "gemm"
-    summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
+    summary = "matrix products: squares, rectangles, GEMV, and the layers of models (model=llama3-8b, or by sizes)"
     history = Grid(
         cpu={"shape": ("512", "256x2048x512"), "product": ("forward",), "operands": ("cast",)},
         gpu={"shape": ("4096", "16384x2048x4096"), "product": ("forward",), "operands": ("cast",)},
@@ -92,9 +92,11 @@ class Gemm(Workload):
         return (
             Axis(
                 "shape",
-                f"M (a square), MxNxK, a model: {', '.join(MODELS)}; or sweep, sweep:m, sweep:nk",
+                f"M (a square), MxNxK; sweep, sweep:m, sweep:nk; or, also as model=: {', '.join(MODELS)}, or the sizes "
+                "of a model with a gated feed-forward layer: hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384",
                 shapes,
                 parse_shape,
+                alias="model",
             ),
             Axis.choice(
                 "product",
@@ -132,14 +134,16 @@ class Gemm(Workload):
     def _expand(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
-        several = name == "sweep" or name in MODELS
+        is_model = _is_model(shape)
+        several = name == "sweep" or is_model
         # A layer of a model trains with three products; a single shape is the forward one by default.
         products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
         operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
-        if name in MODELS:
+        if is_model:
             cases = []
-            for layer, product, how in itertools.product(MODELS[shape], products, operands):
-                sides = sides_of(product, int(params["tokens"]), *MODELS[shape][layer])
+            features, tokens = model_products(shape)
+            for layer, product, how in itertools.product(features, products, operands):
+                sides = sides_of(product, tokens or int(params["tokens"]), *features[layer])
                 cases.append((("layer", f"{shape}/{layer}"), *_params(*sides, product, how)))
             return tuple(cases)
         if name == "sweep":
@@ -234,7 +238,8 @@ class Gemm(Workload):
 
 def parse_shape(text: str) -> str:
     """Accepts '512' (a square), '1x2048x512' (M x N x K), a model, 'sweep:m' (sizes of M) and 'sweep' (all sides)."""
-    if text in MODELS:
+    if _is_model(text):
+        model_products(text)  # raises for sizes that are no model
         return text
     name, colon, swept = text.partition(":")
     if name == "sweep":
@@ -245,6 +250,10 @@ def parse_shape(text: str) -> str:
         return parse_sides(text)
     except ValueError as error:
         raise ValueError(f"{error}, sweep, or one of {', '.join(MODELS)}") from None
+
+
+def _is_model(shape: str) -> bool:
+    return shape in MODELS or shape.startswith("hidden:")
 
 
 def parse_sides(text: str) -> str:
