@@ -267,7 +267,9 @@ SERVED_SIZES = {
 Features = dict[str, tuple[int, int]]
 
 
-def block_features(width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True) -> Features:
+def block_features(
+    width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True
+) -> Features:
     """Returns the layers of a decoder's block. Attention's input products are fused, and so are gate and up.
 
     By default each query head has a key head, and heads divide the width.
