@@ -93,8 +93,8 @@ class Device(ABC):
         """Makes it the calling thread's device; clocks record there."""
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Idles the device for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as the
-        device can. Does nothing where work is not enqueued."""
+        """Keeps the device busy for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as
+        the device can. Does nothing where work is not enqueued."""
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         """Returns a function that repeats a step's device work in one launch on the current stream.

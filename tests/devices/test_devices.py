@@ -16,7 +16,7 @@ import torch
 
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, processor_name
-from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
+from fp8bench.devices.cuda import Cuda, QueueFiller, pci_address, why_no_kernels
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
 from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
@@ -86,6 +86,25 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
         Cuda().captured(0, lambda: None)
     with pytest.raises(CannotCapture, match="cannot be replayed"):
         Cpu().captured(0, lambda: None)
+
+
+def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many launches as cover the time; spins where it is shorter than one, or where none could be captured."""
+    done: list[float | str] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", done.append)
+    fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), None]
+    monkeypatch.setattr(Cuda, "_fillers", {})
+    monkeypatch.setattr(Cuda, "_make_filler", lambda self, index: fillers.pop(0))
+    for index in (0, 1):
+        for seconds in (1.2e-3, 0.1e-3):
+            Cuda().occupy(index, seconds)
+    assert done == ["products", "products", "products", 300_000, 3_600_000, 300_000]
+
+
+def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch has no CUDA, which stands for a GPU without memory, and for one without graphs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert Cuda()._make_filler(0) is None
 
 
 def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:
