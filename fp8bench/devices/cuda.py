@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NamedTuple
 
 from fp8bench.model import DeviceFacts
@@ -207,6 +207,18 @@ class Cuda(Gpu):
             words = next(iter(str(error).strip().splitlines()), "")
             raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {words}") from error
         return graph.replay
+
+    @contextmanager
+    def collecting(self, index: int) -> Iterator[Callable[[str], AbstractContextManager[object]]]:
+        import torch
+
+        torch.cuda.synchronize(index)
+        torch.cuda.profiler.start()
+        try:
+            yield torch.cuda.nvtx.range
+            torch.cuda.synchronize(index)
+        finally:
+            torch.cuda.profiler.stop()
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
         import torch

@@ -68,6 +68,10 @@ class CannotCapture(RuntimeError):
     """A step cannot be done again as one launch."""
 
 
+class CannotMark(RuntimeError):
+    """A device has no ranges that a profiler around the process would see."""
+
+
 class CannotLimit(RuntimeError):
     """The memory of a device cannot be limited here."""
 
@@ -103,6 +107,11 @@ class Device(ABC):
         is dropped. Raises CannotCapture with the reason.
         """
         raise CannotCapture(f"steps on {self.kind} devices cannot be replayed")
+
+    def collecting(self, index: int) -> AbstractContextManager[Callable[[str], AbstractContextManager[object]]]:
+        """Lets a profiler that was started around this process (nsys, ncu) collect in the body, at whose end the device
+        is done; yields what opens a named range. Raises CannotMark."""
+        raise CannotMark(f"{self.kind} devices have no NVTX ranges")
 
     def empty_cache(self) -> None:
         """Gives unused memory back to the driver."""
