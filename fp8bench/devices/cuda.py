@@ -181,7 +181,7 @@ class Cuda(Gpu):
             launch = self.captured(index, multiply)
         except (CannotCapture, RuntimeError):  # no memory, or a device without graphs
             return None
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         launch()
         end.record()
@@ -213,12 +213,12 @@ class Cuda(Gpu):
         import torch
 
         torch.cuda.synchronize(index)
-        torch.cuda.profiler.start()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         try:
             yield torch.cuda.nvtx.range
             torch.cuda.synchronize(index)
         finally:
-            torch.cuda.profiler.stop()
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
         import torch

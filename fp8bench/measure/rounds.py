@@ -260,8 +260,8 @@ class ReplayPass:
     def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
         self._tell(arm, 0.0)
         static = arm.planned.case.static
-        if arm.cache == ROTATING:
-            return "its states rotate, and each would need a replay of its own"
+        if arm.cache == ROTATING and _loads(arm):
+            return f"its states rotate, and {_loads(arm)} would have to be loaded between the steps of a replay"
         if static is not None and static.refresh:
             return "its scales are renewed every so many steps, which the host counts"
         try:

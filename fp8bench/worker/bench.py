@@ -128,6 +128,7 @@ class Bench(UntimedPasses):
             stamper,
             started,
             flush,
+            facts.cache_bytes,
             meet=self._meet,
             is_so_anywhere=self._is_so_anywhere,
         )

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -173,9 +173,9 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
 
 @dataclass
 class Prepared:
-    """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn. `flush`
-    and the loading of data ahead of a replay run before each call and are not timed. `meet` waits for other ranks that
-    begin a slot or a loop at the same time; `is_so_anywhere` asks all of them."""
+    """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn; a replay
+    steps them all. `flush` and the loading of data ahead of a replay run before each call and are not timed. `meet`
+    waits for other ranks that begin a slot or a loop at the same time; `is_so_anywhere` asks all of them."""
 
     workload: Workload
     precision: Precision
@@ -186,6 +186,7 @@ class Prepared:
     stamper: Stamper
     started: Running
     flush: Callable[[], Any] | None = None
+    cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
     held: HeldPhase | None = None
@@ -231,10 +232,17 @@ class Prepared:
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
     def capture(self) -> str:
-        """Captures a step, so that `replay` does it in one launch; returns why that is impossible, or ''."""
+        """Captures a step of each state, so that `replay` does all in one launch; returns why that is impossible, or
+        ''. Several states must not fit into the last cache, where each would find what the previous replay left."""
         from fp8bench.numerics.operands import needs_host
 
-        again = partial(step, self.workload, self.state, self.scales, SilentPhases())
+        if len(self.states) > 1 and (held := sum(bytes_of(state.held) for state in self.states)) <= self.cache_bytes:
+            return f"its {len(self.states)} states have {held} bytes, and fit the last cache of {self.cache_bytes}"
+
+        def again() -> None:
+            for state in self.states:
+                step(self.workload, state.held, state.scales, SilentPhases())
+
         with under(self.precision), restore_switches(), silent_step():
             self.loaded = bool(self.workload.loads)
             if self.loaded:
@@ -252,8 +260,15 @@ class Prepared:
 
     def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
-        replay = self.replay
-        return self._slot(lambda state, phase: replay(), calls, discard, filling)
+        replay, states = self.replay, len(self.states)
+        raw = self._slot(lambda state, phase: replay(), max(1, round(calls / states)), discard, filling)
+        if states == 1:
+            return raw
+        # The steps of one replay follow each other without a stamp: each counts as their mean.
+        steps = tuple(
+            replace(step, intervals_ns=tuple(round(one / states) for one in step.intervals_ns)) for step in raw.steps
+        )
+        return replace(raw, steps=steps, host_seconds=raw.host_seconds / states)
 
     def _slot(
         self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None

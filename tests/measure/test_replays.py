@@ -18,6 +18,10 @@ from tests.counts import for_each
 from tests.fakes import CPU, GPU, MS, FakeWorker, Fault, Script, arm, by_mode, group, lasting, planned
 
 STATIC = replace(planned("fp8").case, static=StaticScales(8, refresh=4))
+ROTATING = planned("fp32", cache="rotating")
+LOADING = replace(
+    arm("fp32", facts=GPU), planned=replace(ROTATING, case=replace(ROTATING.case, workload="transformer"))
+)
 RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=STATIC))
 
 
@@ -69,7 +73,10 @@ def test_who_is_not_captured_says_why() -> None:
     assert found["bf16"] == Replays(None, "it waits for a value of the device")
     assert found["fp32"].timing is not None and worker.restarts == 1
     for untried, why in (
-        (arm("fp32", facts=GPU, cache="rotating"), "its states rotate, and each would need a replay of its own"),
+        (
+            LOADING,
+            "its states rotate, and its batches would have to be loaded between the steps of a replay",
+        ),
         (RENEWED, "its scales are renewed every so many steps, which the host counts"),
     ):
         found, worker = replayed({untried.planned.case.mode: lasting(1)}, untried)

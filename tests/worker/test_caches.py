@@ -245,6 +245,26 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert not graphs  # what was captured goes with the state, and its memory with it
 
 
+def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch steps each state once, and a step counts as their mean; not where all states stay in the cache."""
+
+    def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        step()
+        return lambda: setattr(self, "free", self.free + 28_000)
+
+    monkeypatch.setattr(Queue, "captured", captured)
+    bench.prepare("key", case("rotating", "queue:0"), replace(QUEUE, cache_bytes=64 * KIB))
+    Watched.steps.clear()
+    assert bench.capture("key") == ""
+    assert Watched.steps[-4:] == [0, 1, 2, 3]
+    slot = bench.replay("key", 12, 1, Filling(3, 60.0))
+    assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3
+    bench.release("key")
+    monkeypatch.setattr(prepared, "MOST_STATES", 2)
+    bench.prepare("key", case("rotating", "queue:0"), replace(QUEUE, cache_bytes=64 * KIB))
+    assert bench.capture("key") == f"its 2 states have {64 * KIB} bytes, and fit the last cache of {64 * KIB}"
+
+
 def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[int] = []
 
