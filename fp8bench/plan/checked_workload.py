@@ -174,10 +174,13 @@ def support_of(
 
 def _refusal(workload: Workload, params: Scalars, precision: Precision, kind: str) -> str:
     """Returns why no device can run this precision here; '' if it depends on the device."""
-    if precision.whole_layers and not workload.linear_layers:
-        assert precision.backend is not None
+    whole_layers = precision.backend if precision.whole_layers and not workload.linear_layers else None
+    if whole_layers is not None and workload.single_products:
+        if reason := whole_layers.why_inseparable(precision):
+            return reason
+    elif whole_layers is not None:
         having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
-        why = f"{precision.backend.name} replaces linear layers, and suite {workload.name} has none"
+        why = f"{whole_layers.name} replaces linear layers, and suite {workload.name} has none"
         return f"{why}: choose {having}"
     if precision.unit_scaled and (kind or not workload.unit_scales):
         having = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)

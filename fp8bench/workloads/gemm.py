@@ -85,6 +85,7 @@ class Gemm(Workload):
         per="flops",
     )
     numbers_ignore = ("operands",)
+    single_products = True
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
@@ -164,6 +165,8 @@ class Gemm(Workload):
         k, n = int(params["k"]), int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
+        if precision.whole_layers and params["operands"] != "cast":
+            return refused("a library's operands are cast in every step: choose operands=cast")
         # Weights that are stored for inference have no gradients.
         if precision.name == SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
@@ -179,7 +182,7 @@ class Gemm(Workload):
         return support
 
     def prepare(self, setup: Setup) -> GemmState:
-        arithmetic, cast = setup.arithmetic, _casts(setup)
+        arithmetic, cast = _casts(setup)
         a, b, roles = _operands(setup, arithmetic.carrier)
         if (kept_weight := _kept_weight(setup, b)) is not None:
             return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
@@ -212,7 +215,7 @@ class Gemm(Workload):
         from fp8bench.numerics.products import product_errors, rows_within
 
         a, b, _ = _operands(setup)
-        arithmetic, cast = setup.arithmetic, _casts(setup)
+        arithmetic, cast = _casts(setup)
         # 1. Operands are drawn in fp32 and rounded to the carrier, which is part of the error.
         carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
         low = cast(*carried)
@@ -325,11 +328,12 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     return ""
 
 
-def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
-    product, arithmetic = str(setup.case.param("product")), setup.arithmetic
+def _casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
+    """Returns the arithmetic of single products, and the casts of this one's operands."""
+    product, arithmetic = str(setup.case.param("product")), setup.arithmetic.separate()
     (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
     cast_a, cast_b = (arithmetic.cast_transpose if role in turned else arithmetic.cast for role in (role_a, role_b))
-    return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
+    return arithmetic, lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
 def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
