@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.hardware import emulated, has_hopper_units, is_amd, is_nvidia, native, refused, unknown_kind
+from fp8bench.formats.recipe_support import on_device
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, wrong_pairing
 from fp8bench.protocols import Arithmetic, Backend, Precision, Role
@@ -208,7 +209,6 @@ class DeepGemm(Backend):
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         self.imported()
-        from fp8bench.formats.recipe_support import on_device
         from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
 
         return DeepGemmArithmetic(on_device(recipe_of(precision), facts))

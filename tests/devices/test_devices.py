@@ -19,7 +19,7 @@ from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, pr
 from fp8bench.devices.cuda import Cuda, QueueFiller, pci_address, why_no_kernels
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
-from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
+from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, inner_record
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 from tests.counts import for_each
@@ -59,6 +59,17 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     return EventStamper(torch.cuda)
+
+
+def test_events_are_recorded_without_the_python_method_around_it() -> None:
+    """torch's own class has such a method; a class that wraps none is recorded by its own."""
+
+    class Wrapped(FakeEvent):
+        def record(self, stream: str) -> None:
+            raise AssertionError
+
+    assert "record" in vars(torch.cuda.Event)
+    assert inner_record(Wrapped) is vars(FakeEvent)["record"] is inner_record(FakeEvent)
 
 
 def test_the_processor_is_one_device_with_plain_facts() -> None:
