@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fp8bench.model import UNATTRIBUTED, DeviceFacts, LateSteps, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
+from fp8bench.model.run import MARKS_SHARE
 from fp8bench.protocols import (
     Arithmetic,
     CannotCapture,
@@ -31,7 +32,7 @@ from fp8bench.protocols import (
 from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import wrong_of
-from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing
+from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing, stamp_cost
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import address_of, tensors_of
@@ -54,6 +55,8 @@ _SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
 # is known.
 WARM_SECONDS = 0.3
 _PIECE_SECONDS = 0.05
+# Of so many steps one has marks, however much they take.
+_MOST_UNMARKED = 32
 _NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
 
 
@@ -189,6 +192,8 @@ class Prepared:
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
+    # The phases of every so many steps are marked.
+    marked: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
     is_so_anywhere: Callable[[bool], bool] = asks_nobody
@@ -275,7 +280,7 @@ class Prepared:
     ) -> RawSlot:
         # Bound before a step runs, so that a step that replaces functions of the clock cannot affect its own slot.
         clock, begin, end, ready, now = self.clock, self.clock.begin, self.clock.end, self._ready, time.perf_counter
-        late = self._late
+        late, marked, unmarked = self._late, self.marked, SilentPhases()
         # Answers are freed within the timing; `id` does nothing else to them.
         keep, looked_at = (id, nullcontext()) if late is None else (late.keep, late.slot())
         marks: list[tuple[list[int], list[Any]]] = []
@@ -296,7 +301,7 @@ class Prepared:
                 state = self._ready_on_device(number, filling)
                 started = now()
                 begin()
-                keep(timed(state, clock))
+                keep(timed(state, unmarked if number % marked else clock))
                 marks.append(end())
                 calls_seconds.append(now() - started)
             host = time.perf_counter() - wall
@@ -310,6 +315,7 @@ class Prepared:
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
+        self._space_marks(steps)
         if late is not None:
             late.add([step.seconds for step in steps], discard)
         gaps = max(0.0, host - sum(calls_seconds))
@@ -334,6 +340,18 @@ class Prepared:
             tuple(bits for bits in sorted(fused) if bits),
             memory_retries=None if retried is None or retried_now is None else retried_now - retried,
         )
+
+    def _space_marks(self, steps: Sequence[RawStep]) -> None:
+        """Marks fewer steps on an accelerator if stamps take more than MARKS_SHARE of a step.
+
+        Ranks go on with all marks, because what they wait for each other is a phase of every step.
+        """
+        if self._between is None or self.meet is not begins_alone or not steps:
+            return
+        fastest = min(steps, key=lambda step: step.seconds)
+        stamps = max(len(step.codes) for step in steps) - 1
+        cost = stamp_cost(self.device, self.index) * stamps / max(fastest.seconds, 1e-7)
+        self.marked = max(self.marked, min(_MOST_UNMARKED, math.ceil(cost / MARKS_SHARE)))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -265,6 +265,48 @@ def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest
     assert bench.capture("key") == f"its 2 states have {64 * KIB} bytes, and fit the last cache of {64 * KIB}"
 
 
+def test_fewer_steps_are_marked_where_stamps_take_more_than_their_share(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 50 us with two stamps in between: 0.5% are 125 ns a stamp."""
+
+    def step(self: Watched, state: Held, phase: Phases) -> None:
+        with phase.gemm:
+            assert Queue.last is not None
+            Queue.last.work()
+
+    monkeypatch.setattr(Watched, "step", step)
+    marked = {}
+    for nanoseconds in (100, 300, 1e6):
+        monkeypatch.setattr(prepared, "stamp_cost", lambda device, index, cost=nanoseconds: cost * 1e-9)
+        bench.prepare("key", case(device="queue:0"), QUEUE)
+        for _ in range(2):  # the first slot shows what its steps take
+            slot = bench.slot("key", 40, 0, Filling(40, 60.0))
+        marked[nanoseconds] = [number for number, step in enumerate(slot.steps) if len(step.codes) > 1]
+        assert all(abs(step.seconds - 50e-6) < 1e-9 for step in slot.steps)
+        bench.release("key")
+    assert marked == {100: list(range(40)), 300: list(range(0, 40, 3)), 1e6: [0, 32]}
+
+
+def test_marks_share_stamps_in_suites_whose_launches_are_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device to which work is enqueued, and not where a suite of a user's may launch kernels by itself."""
+
+    def step(self: Watched, state: Held, phase: Phases) -> None:
+        with phase.cast:
+            pass
+        with phase.gemm:
+            pass
+
+    monkeypatch.setattr(Watched, "step", step)
+    counts = []
+    for module, facts in (("tests.own", QUEUE), ("fp8bench.workloads.own", QUEUE), ("fp8bench.workloads.own", FACTS)):
+        monkeypatch.setattr(Watched, "__module__", module)
+        bench.prepare("key", case(device=facts.key), facts)
+        counts.append(len(bench.slot("key", 1, 0).steps[0].codes))
+        bench.release("key")
+    assert counts == [5, 4, 5]
+
+
 def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[int] = []
 
