@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NamedTuple
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_fraction
-from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
+from fp8bench.profiler.gpu import AllocatorMeter, CapturedStamper, Gpu, limit_fraction
+from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
 # Libraries and the driver allocate memory themselves; these are their errors when there is none.
@@ -219,6 +219,11 @@ class Cuda(Gpu):
             torch.cuda.synchronize(index)
         finally:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+    def captured_stamper(self, index: int) -> Stamper | None:
+        import torch
+
+        return None if torch.version.hip else CapturedStamper(self.backend)
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
         import torch

@@ -62,6 +62,18 @@ class EventStamper(Stamper):
         self._used.clear()
 
 
+class CapturedStamper(EventStamper):
+    """Stamps that become nodes of the graph that is being captured: on the stream of the capture, and never reused."""
+
+    def source(self) -> Callable[[], Any]:
+        def stamp() -> Any:
+            event = self._backend.Event(enable_timing=True, external=True)
+            event.record()
+            return event
+
+        return stamp
+
+
 _END = Begun("the end")
 _UNHEARD = "torch's profiler told of no single allocation"
 

@@ -113,6 +113,11 @@ class Device(ABC):
         is done; yields what opens a named range. Raises CannotMark."""
         raise CannotMark(f"{self.kind} devices have no NVTX ranges")
 
+    def captured_stamper(self, index: int) -> Stamper | None:
+        """A clock whose stamps may be taken while a step is captured, and are taken again by each replay; None where
+        there is none."""
+        return None
+
     def empty_cache(self) -> None:
         """Gives unused memory back to the driver."""
 

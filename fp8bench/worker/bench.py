@@ -23,7 +23,7 @@ from fp8bench.model import (
     Scalar,
 )
 from fp8bench.model.promises import Conformity
-from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
@@ -190,6 +190,9 @@ class Bench(UntimedPasses):
 
     def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         return self._prepared_as(key).replayed(calls, discard, filling)
+
+    def replay_phases(self, key: str) -> RawStep | None:
+        return self._prepared_as(key).replay_phases()
 
     def loop(self, key: str, steps: int) -> float:
         return self._prepared_as(key).loop(steps)

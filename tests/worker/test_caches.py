@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from fp8bench.analysis.labels import hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
-from fp8bench.model import Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
 from fp8bench.model.raw import Filling, RawSlot, Settings
 from fp8bench.numerics.operands import transfer
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
@@ -305,6 +305,46 @@ def test_marks_share_stamps_in_suites_whose_launches_are_known(bench: Bench, mon
         counts.append(len(bench.slot("key", 1, 0).steps[0].codes))
         bench.release("key")
     assert counts == [5, 4, 5]
+
+
+def test_a_graph_with_marks_takes_its_stamps_in_each_replay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest replay counts; a device whose events cannot be captured has none."""
+
+    def step(self: Watched, state: Held, phase: Phases) -> None:
+        with phase.gemm:
+            pass
+
+    class Captured(HostStamper):
+        """Stamps are places; what a replay writes there is read afterwards."""
+
+        times: ClassVar[list[int]] = []
+
+        def source(self) -> Callable[[], Any]:
+            Captured.times.clear()
+            return lambda: Captured.times.append(0) or len(Captured.times) - 1  # type: ignore[func-returns-value]
+
+        def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+            return super().intervals_ns([Captured.times[stamp] for stamp in stamps])
+
+    replays = iter(range(900, 100, -10))
+
+    def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        step()
+
+        def replay() -> None:
+            length = next(replays)
+            Captured.times[:] = [0, 10, 10 + length, 20 + length]
+
+        return replay
+
+    monkeypatch.setattr(Watched, "step", step)
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    assert bench.replay_phases("key") is None
+    monkeypatch.setattr(Queue, "captured", captured)
+    monkeypatch.setattr(Queue, "captured_stamper", lambda self, index: Captured())
+    marked = bench.replay_phases("key")
+    assert marked is not None and marked.intervals_ns == (10, 810, 10)
+    assert [CELL_PHASES[code] for code in marked.codes] == ["unattributed", "gemm", "unattributed"]
 
 
 def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
