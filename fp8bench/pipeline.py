@@ -263,8 +263,8 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
         if write:
             if request.trace in PROFILERS:
                 raise UsageError(
-                    f"{request.trace} has to be started around this process, which the command line does. In Python, "
-                    f"start your script under {request.trace} and ask for trace={NVTX!r}."
+                    f"{request.trace} has to be started around this process, which `fp8bench suite` does. Elsewhere, "
+                    f"start your script or command under {request.trace} and give --trace {NVTX} (trace={NVTX!r})."
                 )
             if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))

@@ -230,8 +230,8 @@ class Request:
     trace: str | None = option(
         None,
         _TEXT,
-        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler. nsys or "
-        "ncu: run it under that profiler (with --dry-run: print the command); nvtx: mark a slot a case for one",
+        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler. nsys, "
+        "ncu: run this under that profiler (--dry-run prints how); nvtx: mark a slot of each case for one",
         "DIR|nvtx|nsys|ncu",
         parse="path",
     )

@@ -76,12 +76,12 @@ def test_cases_take_turns_in_replays() -> None:
 def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
     """Seconds by phase, the same phase added up; none where it fails, which costs no figure of the other graph."""
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
-    found, worker = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
+    found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
     words = replays_of(replace(record("fp8"), replays=found["fp8"]))
     assert words == "phases of a replay: cast 50%, gemm 50%"
     for error in (WorkerFault("RuntimeError", "no"), WorkerLost("it crashed")):
-        found, worker = replayed({"fp8": lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])})
+        found, _ = replayed({"fp8": lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])})
         assert found["fp8"].timing is not None and found["fp8"].phases == ()
     rotating = replace(arm("fp32", facts=GPU), planned=ROTATING)
     found, _ = replayed({"fp32": lasting(1, replay_phases=marked)}, rotating)
