@@ -164,7 +164,7 @@ def marks_of_step(step: Callable[[Phases], object]) -> tuple[list[int], list[int
     operator of torch's launched in between. A kernel that is no operator is not seen."""
     from fp8bench.tape.recorder import PhasedWatch
 
-    class Launches(PhasedWatch):  # type: ignore[misc, no-untyped-call]
+    class Launches(PhasedWatch):  # type: ignore[no-untyped-call]
         launched = True
 
         def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
