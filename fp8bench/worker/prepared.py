@@ -12,7 +12,7 @@ from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import UNATTRIBUTED, DeviceFacts, LateSteps, Phase
+from fp8bench.model import DeviceFacts, LateSteps, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.model.run import MARKS_SHARE
@@ -20,13 +20,11 @@ from fp8bench.protocols import (
     Arithmetic,
     CannotCapture,
     Device,
-    Markers,
     Phases,
     Precision,
     ScaleBook,
     SilentPhases,
     Stamper,
-    TellingMarker,
     Workload,
 )
 from fp8bench.protocols.axes import CACHE_TIMES
@@ -34,6 +32,7 @@ from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing, stamp_cost
 from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.held_phase import HeldPhase, held_phase
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
@@ -41,7 +40,6 @@ from fp8bench.worker.step_guards import Running, apart, owns_this_process, silen
 from fp8bench.worker.switches import collected_by_hand, restore_switches, under
 
 if TYPE_CHECKING:
-    from fp8bench.tape.replay import Replay
     from fp8bench.worker.late_slots import LateSlots
 
 # The allowed time of a call beyond its step: the clock's work, in seconds per call and per mark, and a share of the
@@ -51,78 +49,10 @@ _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 # A step is accused of moved stamps by the median of this many slots, or of fewer that fit into the seconds.
 _SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
-# A phase is repeated for this many seconds, in pieces, before its window, so that clocks and power settle and its time
-# is known.
-WARM_SECONDS = 0.3
-_PIECE_SECONDS = 0.05
 # Replays with marks, of which the fastest counts.
 _MARKED_REPLAYS = 10
 # Of so many steps one has marks, however much they take.
 _MOST_UNMARKED = 32
-_NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
-
-
-@dataclass(frozen=True)
-class HeldPhase:
-    """A phase of a step, with the inputs it had in that step. The workload loads data itself."""
-
-    workload: Workload
-    state: Any
-    device: Device
-    index: int
-    replay: Replay
-    loads: bool
-
-    def loop(self, times: int) -> float:
-        """Repeats the phase back to back and waits for the device; returns the seconds of all."""
-        with self.replay.random_kept():
-            start = time.perf_counter()
-            if self.loads:
-                for _ in range(times):
-                    self.workload.load(self.state)
-                    self.replay.run()
-            else:
-                self.replay.run(times)
-            self.device.synchronise(self.index)
-            return time.perf_counter() - start
-
-    def warmed_up(self) -> RawReplay:
-        """Repeats the phase for a while from its inputs, which are then restored; returns its time and size."""
-        end, times, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
-        while time.perf_counter() < end:
-            times = max(1, round(times * _PIECE_SECONDS / max(seconds, 1e-7)))
-            seconds = self.loop(times)
-        self.replay.restore()
-        return RawReplay(seconds / times, len(self.replay.calls), self.replay.bytes)
-
-
-def held_phase(
-    workload: Workload,
-    state: Any,
-    device: Device,
-    index: int,
-    phase: str,
-    most_bytes: int,
-) -> HeldPhase | RawReplay:
-    """Returns the phase as a step of the state does it, or why it cannot run alone. On a CPU the repetition must give
-    the step's numbers bit for bit. A GPU may add up in another order each time."""
-    from fp8bench.tape.replay import CannotReplay, Recording
-
-    loads = phase == Phase.DATA_LOAD
-    if loads and not workload.loads:
-        return RawReplay(why=_NO_LOAD)
-    stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread, so threads share the phase
-    recording = Recording(phase, stack, most_bytes, check=device.kind == "cpu")
-    with recording:
-        workload.step(state, Markers(lambda name: TellingMarker(name, stack, lambda told: None)))
-    device.synchronise(index)
-    try:
-        replay = recording.replay()
-    except CannotReplay as cannot:
-        return RawReplay(why=str(cannot))
-    if why := replay.differs():
-        return RawReplay(why=why)
-    return HeldPhase(workload, state, device, index, replay, loads)
 
 
 def begins_alone() -> None:
