@@ -45,6 +45,7 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Measurement, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
+from fp8bench.model.request import NVTX, PROFILERS
 from fp8bench.model.run import Cell
 from fp8bench.model.stopping import is_brisk, rule_for
 from fp8bench.model.words import MEASURING_CEILINGS
@@ -260,7 +261,12 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
         stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
         if write:
-            if request.trace is not None:
+            if request.trace in PROFILERS:
+                raise UsageError(
+                    f"{request.trace} has to be started around this process, which `fp8bench suite` does. Elsewhere, "
+                    f"start your script or command under {request.trace} and give --trace {NVTX} (trace={NVTX!r})."
+                )
+            if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))
             check_store(store)  # before the text is written there: a new store must be created as one
         corpus = resolved.corpus(store, write)

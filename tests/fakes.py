@@ -85,6 +85,7 @@ class Script:
     effect: StepEffect | None = None
     wrong_product: str = ""
     uncapturable: str = ""
+    replay_phases: RawStep | None = None
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -250,6 +251,11 @@ class FakeWorker(Worker):
         steps = [self._script(label).step(call)[1] for call in range(calls)]
         raw = tuple(RawStep((UNATTRIBUTED,), (sum(intervals) // 2,)) for intervals in steps)
         return RawSlot(raw, 1.0, 1.0, 2e-5)
+
+    def _replay_phases(self, key: str) -> RawStep | None:
+        self.log.append(("replay_phases", self._labels[key]))
+        self._strike("replay_phases", self._labels[key])
+        return self._script(self._labels[key]).replay_phases
 
     def _rotation(self, key: str) -> Rotation:
         return Rotation(12, 5 << 20)

@@ -1,21 +1,23 @@
-"""Backends that multiply with fp8bench's own rounding, with torch's scaled products, or with torchao's layers."""
+"""Backends that multiply with fp8bench's own rounding, torch's scaled products, torchao's layers, or DeepGEMM."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import BackendMissing
-from fp8bench.formats.hardware import emulated, is_amd, is_nvidia, native, refused, unknown_kind
+from fp8bench.formats.hardware import emulated, has_hopper_units, is_amd, is_nvidia, native, refused, unknown_kind
+from fp8bench.formats.recipe_support import on_device
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, wrong_pairing
-from fp8bench.protocols import Arithmetic, Backend, Precision
+from fp8bench.protocols import Arithmetic, Backend, Precision, Role
 from fp8bench.registry import backends
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
 
 @backends.register("emulated")
@@ -115,4 +117,98 @@ class Torchao(Backend):
             plain.weight = weight
             return WholeLayer(convert_to_float8_training(plain, config=config))
 
-        return WholeLayers(self.name, torch.bfloat16, layer)
+        return WholeLayers(self.name, torch.bfloat16, layer, separate=lambda: _torchao_products(config))
+
+    def why_inseparable(self, precision: Precision) -> str:
+        return ""
+
+
+def _torchao_products(config: Any) -> Arithmetic:
+    """The casts and products that torchao's layers consist of (float8_linear.py), one by one."""
+    import torch
+    from torchao.float8.config import ScalingType
+    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import (
+        Float8TrainingTensor,
+        GemmInputRole,
+        LinearMMConfig,
+        ScaledMMConfig,
+    )
+
+    from fp8bench.nn.whole_layers import SingleProducts
+
+    products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    kernels = LinearMMConfig(
+        *(ScaledMMConfig(config.emulate, product.use_fast_accum, False, config.pad_inner_dim) for product in products)
+    )
+    casts = {
+        (Role.INPUT, False): config.cast_config_input,
+        (Role.WEIGHT, False): config.cast_config_weight,
+        (Role.GRADIENT, False): config.cast_config_grad_output,
+        (Role.INPUT, True): config.cast_config_input_for_grad_weight,
+        (Role.WEIGHT, True): config.cast_config_weight_for_grad_input,
+        (Role.GRADIENT, True): config.cast_config_grad_output_for_grad_weight,
+    }
+    roles = {
+        Role.INPUT: GemmInputRole.INPUT,
+        Role.WEIGHT: GemmInputRole.WEIGHT,
+        Role.GRADIENT: GemmInputRole.GRAD_OUTPUT,
+    }
+
+    def quantise(tensor: Tensor, role: Role, turned: bool) -> Tensor:
+        cast = casts[role, turned]
+        if cast.scaling_type is ScalingType.DISABLED:
+            return tensor
+        quantised: Tensor = hp_tensor_to_float8_dynamic(
+            tensor,
+            cast.target_dtype,
+            kernels,
+            gemm_input_role=roles[role],
+            scaling_granularity=cast.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(-1, cast.scaling_granularity),
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+        return quantised
+
+    def restore(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Float8TrainingTensor):
+            return tensor
+        values: Tensor = tensor._data.float() / tensor._scale
+        return values
+
+    def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
+        return torch.mm(a, b.t()).to(dtype)
+
+    return SingleProducts(torch.bfloat16, quantise, multiply, restore)
+
+
+@backends.register("deepgemm")
+class DeepGemm(Backend):
+    """DeepGEMM's FP8 products of blocks, with fp8bench's casts."""
+
+    name = "deepgemm"
+    summary = "DeepGEMM's products of fp8-block on capability 9.0, with fp8bench's casts"
+    package = "deep_gemm"
+    install = "git+https://github.com/deepseek-ai/DeepGEMM"
+    least = "2.0"
+
+    def support(self, precision: Precision, facts: DeviceFacts) -> Support:
+        if precision.plain_mode != "fp8-block":
+            return wrong_pairing(self.name, precision, ("fp8-block",))
+        if not has_hopper_units(facts):
+            return refused(
+                "DeepGEMM takes float32 scales of blocks on capability 9.0 (H100, H200) alone: choose backend=auto"
+            )
+        return native("DeepGEMM's products of blocks, fp8bench's casts")
+
+    def imported(self) -> None:
+        try:
+            import deep_gemm  # noqa: F401
+        except (ImportError, AssertionError, RuntimeError, OSError) as error:  # it asserts that there is a CUDA toolkit
+            raise BackendMissing(self.name, error) from error
+
+    def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
+        self.imported()
+        from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
+
+        return DeepGemmArithmetic(on_device(recipe_of(precision), facts))

@@ -13,7 +13,7 @@ from fp8bench.formats.product_rules import Product, te_refusal
 from fp8bench.formats.recipes import Accumulator, ScaleRounding
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, wrong_pairing
-from fp8bench.protocols import Arithmetic, Backend, Fused, Precision
+from fp8bench.protocols import Arithmetic, Backend, Fused, Precision, Role
 from fp8bench.registry import backends
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
+# Those whose casts depend on nothing but the tensor and its role.
+_SEPARABLE = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
 _SIDE = 4096
 # Options of TransformerLayer for a block like GPT-2's, in which qkv holds queries, keys, values and nothing is dropped.
 _BLOCK = {
@@ -146,7 +148,52 @@ class TransformerEngine(Backend):
 
             return WholeLayer(lambda x: in_step(x, None), partial(_scales, module), in_step)
 
-        return WholeLayers(self.name, torch.bfloat16, layer, autocast, fuse)
+        return WholeLayers(self.name, torch.bfloat16, layer, autocast, fuse, lambda: _single_products(recipe, facts))
+
+    def why_inseparable(self, precision: Precision) -> str:
+        if precision.name in _SEPARABLE:
+            return ""
+        return (
+            f"Transformer Engine casts for {precision.name} within its layers alone: choose suite transformer, or "
+            f"{', '.join(_SEPARABLE)} here"
+        )
+
+
+def _single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
+    """The quantisers that a recipe gives to a layer, and the product that layers call (2.20), one by one."""
+    import torch
+
+    from fp8bench.nn.whole_layers import SingleProducts
+
+    try:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+        from transformer_engine.pytorch.quantization import RecipeState
+    except ImportError as error:  # a version with other modules
+        raise BackendMissing("te", error) from error
+    device = torch.device(facts.key)
+    forward, backward = (
+        RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device).make_quantizers()
+        for mode, count in (("forward", 3), ("backward", 2))
+    )
+    quantisers = {Role.INPUT: forward[0], Role.WEIGHT: forward[1], Role.GRADIENT: backward[0]}
+    for quantiser in quantisers.values():
+        quantiser.set_usage(rowwise=True, columnwise=False)  # each product's operands come with the contraction last
+
+    def quantise(tensor: Tensor, role: Role, turned: bool) -> Tensor:
+        quantised: Tensor = quantisers[role](tensor.contiguous())
+        return quantised
+
+    def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
+        sums = getattr(recipe, "fp8_gemm_dgrad" if gradient else "fp8_gemm_fprop", None)
+        split = getattr(sums, "use_split_accumulator", True)
+        product: Tensor = general_gemm(b, a, out_dtype=dtype, layout="TN", use_split_accumulator=split)[0]
+        return product
+
+    def dequantise(tensor: Tensor) -> Tensor:
+        values: Tensor = tensor.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
+        return values
+
+    return SingleProducts(torch.bfloat16, quantise, multiply, dequantise)
 
 
 def arguments_of(precision: RecipePrecision) -> dict[str, Any] | None:

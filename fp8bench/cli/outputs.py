@@ -19,6 +19,7 @@ from fp8bench.cli.option_types import log_target
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
+from fp8bench.model.request import PROFILERS
 from fp8bench.report.data.loggers import LogTarget, check_target
 from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
@@ -94,6 +95,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         check_files({"--write-plan": options.get("write_plan")})
         on_stdout = ["json or --csv"] if options["json"] or options["csv"] is not None else []
         exports = [name for name in ("trace", "log", "live") if options.get(name)]
+        if str(options.get("trace")) in PROFILERS:
+            exports.remove("trace")  # it prints the profiler's command
         for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
     # 3. Files that cannot be written: report that now, not after an hour.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, NamedTuple
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_fraction
-from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
+from fp8bench.profiler.gpu import AllocatorMeter, CapturedStamper, Gpu, limit_fraction
+from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
 # Libraries and the driver allocate memory themselves; these are their errors when there is none.
@@ -26,6 +27,9 @@ _LEFT = 1 << 30
 _MOST_CYCLES = 3e9
 # Last caches behind L2, which torch does not report.
 _BEHIND_L2 = {"gfx942": 256 << 20, "gfx950": 256 << 20}
+# Sides of the product that fills a queue (24 MiB in bfloat16), and how often one launch does it: for half a
+# millisecond on an H200.
+_FILLING_SIDE, _FILLING_PRODUCTS, _LEAST_FILLING_SECONDS = 2048, 16, 20e-6
 # Warm-up steps, as torch's documentation has them.
 _BEFORE_CAPTURE = 3
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
@@ -72,11 +76,20 @@ def _runs(have: _Architecture, built: _Architecture) -> bool:
     return later and (have.major == built.major or not (built.translated or built.suffix))
 
 
+class QueueFiller(NamedTuple):
+    """Products that keep a GPU at work, in one launch, and the seconds that they take."""
+
+    launch: Callable[[], object]
+    seconds: float
+
+
 @devices.register("cuda")
 class Cuda(Gpu):
     """One GPU of NVIDIA's or AMD's; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
     kind = "cuda"
+    # Of this process, by index; None where no product could be captured.
+    _fillers: ClassVar[dict[int, QueueFiller | None]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
         import torch
@@ -133,9 +146,47 @@ class Cuda(Gpu):
             yield
 
     def occupy(self, index: int, seconds: float) -> None:
+        """Fills the queue with products. An idle GPU's clock rises within milliseconds, and a step that follows would
+        begin faster than the same step in a long loop: by how much would depend on the host, and on its neighbours.
+
+        Times shorter than one launch of products are spun: clocks do not move in them, and caches stay as they are.
+        """
         import torch
 
-        torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
+        if index not in self._fillers:
+            self._fillers[index] = self._make_filler(index)
+        filler = self._fillers[index]
+        if filler is None or seconds < filler.seconds:
+            torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
+            return
+        for _ in range(math.ceil(seconds / filler.seconds)):
+            filler.launch()
+
+    def _make_filler(self, index: int) -> QueueFiller | None:
+        """Captures products of random numbers, so that no mode of torch's counts them as a step's; times one launch."""
+        import torch
+
+        key = f"cuda:{index}"
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(index) >= (8, 0) else torch.float16
+        try:
+            generator = torch.Generator(key).manual_seed(0)
+            side = _FILLING_SIDE
+            a, b = (torch.randn(side, side, generator=generator, device=key).to(dtype) for _ in range(2))
+            product = torch.empty_like(a)
+
+            def multiply() -> None:
+                for _ in range(_FILLING_PRODUCTS):
+                    torch.mm(a, b, out=product)
+
+            launch = self.captured(index, multiply)
+        except (CannotCapture, RuntimeError):  # no memory, or a device without graphs
+            return None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        return QueueFiller(launch, max(begin.elapsed_time(end) * 1e-3, _LEAST_FILLING_SECONDS))
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         import torch
@@ -156,6 +207,23 @@ class Cuda(Gpu):
             words = next(iter(str(error).strip().splitlines()), "")
             raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {words}") from error
         return graph.replay
+
+    @contextmanager
+    def collecting(self, index: int) -> Iterator[Callable[[str], AbstractContextManager[object]]]:
+        import torch
+
+        torch.cuda.synchronize(index)
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        try:
+            yield torch.cuda.nvtx.range
+            torch.cuda.synchronize(index)
+        finally:
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+    def captured_stamper(self, index: int) -> Stamper | None:
+        import torch
+
+        return None if torch.version.hip else CapturedStamper(self.backend)
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
         import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from fp8bench.measure.slots import (
 )
 from fp8bench.model import (
     CELL_PHASES,
+    UNATTRIBUTED,
     DeviceFacts,
     LateSteps,
     LayerScale,
@@ -59,6 +60,8 @@ STATES = 4
 LONG_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
 _MORE_COMPILATIONS = 2
+# The codes of a step whose phases were not marked.
+_NO_MARKS = (CELL_PHASES.index(UNATTRIBUTED),)
 _FIRST_ASKED_LATE = "they were first asked for while it was timed"
 
 # Receives an arm and what is being done with it.
@@ -179,7 +182,8 @@ class MeasuredArm:
             filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
             raw = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
         self.host_seconds = raw.host_seconds
-        return min(raw.steps, key=lambda step: step.seconds)
+        most_marks = max(len(step.codes) for step in raw.steps)
+        return min((step for step in raw.steps if len(step.codes) == most_marks), key=lambda step: step.seconds)
 
     def cut_like(self, leader: MeasuredArm) -> None:
         """Takes the lead's cells if the marks are the same, else cuts into stretches of the same share of the step.
@@ -268,11 +272,11 @@ class MeasuredArm:
         self.ran_eager |= raw.eager_quantisers > 0
         self.ran_fused |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
-        rows = [self.segmentation.cells(step.codes, step.intervals_ns) for step in raw.steps]
+        rows = _rows(raw.steps, self.segmentation.cells)
         # Cells need the same marks in every step. One step with others sends all slots to totals by phase.
         if self.varying or any(row is None for row in rows):
             self._vary()
-            rows = [by_phase_totals(step.codes, step.intervals_ns) for step in raw.steps]
+            rows = _rows(raw.steps, by_phase_totals)
         calls = tuple(row for row in rows if row is not None)
         self.slots.append(
             SlotSample(
@@ -312,6 +316,29 @@ class MeasuredArm:
         eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager and self.why_eager is not None else ""
         slots, bits = tuple(self.slots), tuple(sorted(self.vector_bits))
         return Timing(segments, slots, entries, self.varying, eager, self.ran_fused, bits)
+
+
+def _rows(
+    steps: Sequence[RawStep], cut: Callable[[Sequence[int], Sequence[int]], tuple[int, ...] | None]
+) -> list[tuple[int, ...] | None]:
+    """Returns the cells of each step. One without marks has the proportions of the marked one before it."""
+    rows: list[tuple[int, ...] | None] = []
+    marked: tuple[int, ...] | None = None
+    for step in steps:
+        if step.codes == _NO_MARKS and marked is not None:
+            rows.append(_proportional(sum(step.intervals_ns), marked))
+        else:
+            marked = cut(step.codes, step.intervals_ns)
+            rows.append(marked)
+    return rows
+
+
+def _proportional(total: int, cells: tuple[int, ...]) -> tuple[int, ...]:
+    """Divides whole nanoseconds like `cells`; what rounding leaves goes to the largest."""
+    whole = max(sum(cells), 1)
+    parts = [total * cell // whole for cell in cells]
+    parts[parts.index(max(parts))] += total - sum(parts)
+    return tuple(parts)
 
 
 class CompilingFailed(Exception):

@@ -35,6 +35,7 @@ from fp8bench.model import (
 from fp8bench.model.file_names import name_of
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
+from fp8bench.model.request import NVTX
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Observer
 from fp8bench.protocols.axes import CACHE
@@ -100,10 +101,12 @@ _SUFFIX = ".pt.trace.json.gz"
 
 @dataclass(frozen=True)
 class TraceFolder:
-    """A folder for each case, as TensorBoard wants it; `stamp` tells runs in the same folder apart."""
+    """A folder for each case, as TensorBoard wants it; `stamp` tells runs in the same folder apart. With `marks_only`
+    no file is written: a profiler around this process records the marked slots."""
 
     path: Path
     stamp: int
+    marks_only: bool = False
 
     def file_of(self, case: Case) -> str:
         return f"{name_of(case)}/{_TRACE_WORKER}.{self.stamp}{_SUFFIX}"
@@ -113,9 +116,8 @@ def trace_folder(run: Run) -> TraceFolder | None:
     """The folder that the request names, or None. A resumed run gets the same names."""
     if run.request.trace is None:
         return None
-    return TraceFolder(
-        Path(run.request.trace).absolute(), round(datetime.fromisoformat(run.started).timestamp() * 1000)
-    )
+    stamp = round(datetime.fromisoformat(run.started).timestamp() * 1000)
+    return TraceFolder(Path(run.request.trace).absolute(), stamp, run.request.trace == NVTX)
 
 
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
@@ -254,6 +256,9 @@ class Passes:
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         for outcome in outcomes:
             with self._asking(outcome, "recording a trace", "trace") as (bench, case, facts):
+                if folder.marks_only:
+                    bench.mark_slot(case, facts)
+                    continue
                 name = folder.file_of(case)
                 bench.trace(case, facts, str(folder.path / name))
                 outcome.note(trace=name)

@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, MeasuredArm, Quantisers, Tell, guarding
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.slots import filling_of
-from fp8bench.model import UNATTRIBUTED, Fresh, Replays, Segments, SlotSample, Timing
+from fp8bench.measure.slots import by_phase_totals, filling_of
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Fresh, Replays, Segments, SlotSample, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
 from fp8bench.protocols.axes import ROTATING
 from fp8bench.registry import workloads
@@ -253,6 +253,10 @@ class ReplayPass:
                     return {key: Replays(why=why or ended) for key, why in whys.items()}
         # A replay that computes something else must not be reported as fast.
         checked = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in able}
+        # A graph with marks is another one, and costs no figure of the one without if it fails.
+        for arm in able:
+            if checked[arm.key].timing is not None:
+                checked[arm.key] = replace(checked[arm.key], phases=self._phases(arm, worker))
         if len(able) < len(arms):
             worker.restart()  # nobody knows what a capture that failed leaves in a process
         return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
@@ -260,8 +264,8 @@ class ReplayPass:
     def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
         self._tell(arm, 0.0)
         static = arm.planned.case.static
-        if arm.cache == ROTATING:
-            return "its states rotate, and each would need a replay of its own"
+        if arm.cache == ROTATING and _loads(arm):
+            return f"its states rotate, and {_loads(arm)} would have to be loaded between the steps of a replay"
         if static is not None and static.refresh:
             return "its scales are renewed every so many steps, which the host counts"
         try:
@@ -269,6 +273,19 @@ class ReplayPass:
         except WorkerError as cause:
             worker.restart()
             return f"capturing a step failed: {cause}"
+
+    def _phases(self, arm: MeasuredArm, worker: Worker) -> tuple[tuple[str, float], ...]:
+        """Returns the seconds by phase of a replay with marks; () where a device has none, or states rotate."""
+        if arm.cache == ROTATING:
+            return ()
+        try:
+            step = worker.within(arm.limits.first(arm.planned.work)).replay_phases(arm.key)
+        except WorkerError:
+            return ()
+        if step is None:
+            return ()
+        totals = zip(CELL_PHASES, by_phase_totals(step.codes, step.intervals_ns), strict=True)
+        return tuple((phase, nanoseconds * 1e-9) for phase, nanoseconds in totals if nanoseconds)
 
     def _check_replays(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
         try:

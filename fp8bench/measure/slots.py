@@ -23,7 +23,6 @@ DEVICE_CALLS = 3
 # Flushing a cache of some megabytes takes longer than most steps.
 COLD_CALLS = 4
 # A queue takes about 1,024 launches, of some 5 us of the host each, and then the host waits: longer does not help.
-# Clocks do not fall far in this time.
 MOST_FILLING_SECONDS = 10e-3
 # For a host that is slower the next time.
 _MARGIN = 1.25

@@ -345,11 +345,13 @@ class Replays:
     """Times of steps that a device did again as one launch each, in one cell; or why there are none.
 
     `loaded` is what was brought to the device before each replay, outside of its time; '' for steps that load nothing.
+    `phases` are the seconds by phase of a second graph, which also records events; empty where a device cannot.
     """
 
     timing: Timing | None = None
     why: str = ""
     loaded: str = ""
+    phases: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

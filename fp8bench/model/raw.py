@@ -48,7 +48,7 @@ class RawStep:
 
 @dataclass(frozen=True)
 class Filling:
-    """Before each `calls` calls the device is idled for `seconds`, so that the host runs ahead and no call meets an
+    """Before each `calls` calls the device is kept busy for `seconds`, so that the host runs ahead and no call meets an
     empty queue."""
 
     calls: int

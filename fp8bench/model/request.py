@@ -235,8 +235,9 @@ class Request:
     trace: str | None = option(
         None,
         _TEXT,
-        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler",
-        "DIR",
+        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler. nsys, "
+        "ncu: run this under that profiler (--dry-run prints how); nvtx: mark a slot of each case for one",
+        "DIR|nvtx|nsys|ncu",
         parse="path",
     )
     static_scales: int | None = option(
@@ -367,5 +368,9 @@ class Request:
         source = self.scales_from or ""
         return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
+
+# What --trace takes in the place of a folder: ranges for a profiler that was started already, and those profilers.
+NVTX = "nvtx"
+PROFILERS = ("nsys", "ncu")
 
 REQUEST_RULES: Mapping[str, Rule] = {name: request_option.rule for name, request_option in options_of(Request).items()}

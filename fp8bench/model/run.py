@@ -23,6 +23,10 @@ CEILINGS = "ceilings"
 _LARGE = 3
 
 
+# On a GPU stamps may take this share of a step; with more, only one step in several has its phases marked.
+MARKS_SHARE = 0.005
+
+
 @dataclass(frozen=True)
 class Overheads:
     """The cost of measuring on this machine, in seconds; None where it could not be measured."""
@@ -31,6 +35,11 @@ class Overheads:
     marker_off: float
     stamp: float
     event_pair: float | None = None
+
+    @property
+    def stamp_cost(self) -> float:
+        """What a stamp takes of the host or of the device, whichever is more."""
+        return max(self.stamp, self.event_pair or 0.0)
 
 
 @dataclass(frozen=True)

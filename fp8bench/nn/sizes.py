@@ -266,11 +266,34 @@ SERVED_SIZES = {
 # (output features, input features), by layer.
 Features = dict[str, tuple[int, int]]
 
-# The layers of a block. Attention's input products are fused, and so are gate and up.
+
+def block_features(
+    width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True
+) -> Features:
+    """Returns the layers of a decoder's block. Attention's input products are fused, and so are gate and up.
+
+    By default each query head has a key head, and heads divide the width.
+    """
+    head = head or width // heads
+    up = {"gate_up": (2 * hidden, width)} if gated else {"up": (hidden, width)}
+    return {
+        "qkv": ((heads + 2 * (key_heads or heads)) * head, width),
+        "out": (width, heads * head),
+        **up,
+        "down": (width, hidden),
+    }
+
+
+# Sizes as in the models' published configurations.
 MODELS: dict[str, Features] = {
-    "gpt2": {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072)},
-    "llama3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-    "llama3-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    "gpt2": block_features(768, 3072, 12, gated=False),
+    "gpt3-175b": block_features(12288, 49152, 96, gated=False),
+    "llama3-8b": block_features(4096, 14336, 32, 8),
+    "llama3-70b": block_features(8192, 28672, 64, 8),
+    "llama3-405b": block_features(16384, 53248, 128, 8),
+    "qwen2.5-7b": block_features(3584, 18944, 28, 4),
+    "qwen3-8b": block_features(4096, 12288, 32, 8),
+    "qwen3-32b": block_features(5120, 25600, 64, 8, head=128),
     "deepseek-v3": {
         "q_a_kv_a": (2112, 7168), "q_b": (24576, 1536), "kv_b": (32768, 512), "out": (7168, 16384),
         "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048),
@@ -279,10 +302,48 @@ MODELS: dict[str, Features] = {
 # The layer above all blocks: (ids of the vocabulary, width).
 HEADS: dict[str, tuple[int, int]] = {
     "gpt2": (50257, 768),
+    "gpt3-175b": (50257, 12288),
     "llama3-8b": (128256, 4096),
     "llama3-70b": (128256, 8192),
+    "llama3-405b": (128256, 16384),
+    "qwen2.5-7b": (152064, 3584),
+    "qwen3-8b": (151936, 4096),
+    "qwen3-32b": (151936, 5120),
     "deepseek-v3": (129280, 7168),
 }
+# What sizes of a model are called, those that it must have first.
+_SIZE_NAMES = ("hidden", "ffn", "heads", "kv", "head", "tokens")
+_LARGEST_SIZE = 1 << 18
+
+
+class ModelProducts(NamedTuple):
+    """The layers of a model's block, and the tokens that its sizes name; None where they name none."""
+
+    features: Features
+    tokens: int | None = None
+
+
+def model_products(text: str) -> ModelProducts:
+    """Reads a name of MODELS, or sizes such as hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384. Raises ValueError."""
+    if text in MODELS:
+        return ModelProducts(MODELS[text])
+    sizes: dict[str, int] = {}
+    for word in text.split("/"):
+        name, _, digits = word.partition(":")
+        if name not in _SIZE_NAMES or name in sizes:
+            raise ValueError(f"{word!r} is not one of {', '.join(f'{size}:N' for size in _SIZE_NAMES)}, each once")
+        if not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _LARGEST_SIZE):
+            raise ValueError(f"expected {name}: and a number from 1 to {_LARGEST_SIZE}, not {word!r}")
+        sizes[name] = int(digits)
+    if missing := [name for name in _SIZE_NAMES[:3] if name not in sizes]:
+        raise ValueError(f"a model's sizes need {missing[0]}:N, as in hidden:4096/ffn:14336/heads:32/kv:8")
+    hidden, ffn, heads = (sizes[name] for name in _SIZE_NAMES[:3])
+    if "head" not in sizes and hidden % heads:
+        raise ValueError(f"{heads} heads do not divide hidden:{hidden}; give the width of a head, as in head:128")
+    features = block_features(hidden, ffn, heads, sizes.get("kv", 0), sizes.get("head", 0))
+    return ModelProducts(features, sizes.get("tokens"))
+
+
 PRODUCTS: dict[str, tuple[Role, Role]] = {
     "forward": (Role.INPUT, Role.WEIGHT),
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),

@@ -52,8 +52,10 @@ class WholeLayers(Arithmetic):
         build: Build,
         around: Callable[[], AbstractContextManager[None]] | None = None,
         fuse: Callable[[Fused], WholeLayer] | None = None,
+        separate: Callable[[], Arithmetic] | None = None,
     ) -> None:
         self.carrier = carrier
+        self._separate = separate
         self.around = around
         self._backend = backend
         self._build = build
@@ -79,6 +81,9 @@ class WholeLayers(Arithmetic):
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
         return self._remember(self._build(weight))
+
+    def separate(self) -> Arithmetic:
+        return self if self._separate is None else self._separate()
 
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
         return None if self._fuse is None else self._remember(self._fuse(layers))
@@ -112,6 +117,38 @@ class WholeLayers(Arithmetic):
     @property
     def _refusal(self) -> str:
         return f"{self._backend} has whole layers only, and no separate cast or product. Use `whole`."
+
+
+class SingleProducts(Arithmetic):
+    """A library's casts and products, called one by one. The data of operands are the library's own tensors.
+
+    `quantise` is told whether the role is turned for its product, `multiply` (a, b, dtype, whether a gradient is among
+    them) gives a times b transposed.
+    """
+
+    keeps_source = True
+
+    def __init__(
+        self,
+        carrier: torch.dtype,
+        quantise: Callable[[Tensor, Role, bool], Tensor],
+        multiply: Callable[[Tensor, Tensor, torch.dtype, bool], Tensor],
+        dequantise: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.carrier = carrier
+        self._quantise, self._multiply, self._dequantise = quantise, multiply, dequantise
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(self._quantise(tensor, role, False), gradient=role is Role.GRADIENT)
+
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
+        return Operand(self._quantise(source, role, True), gradient=role is Role.GRADIENT)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return self._multiply(a.data, b.data, dtype, a.gradient or b.gradient)
+
+    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        return self._dequantise(operand.data).to(dtype)
 
 
 def surround(model: nn.Module) -> None:

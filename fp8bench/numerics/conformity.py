@@ -170,6 +170,17 @@ def explain_product(result: Tensor, sums: ConformitySums) -> Explained:
     return Difference.UNEXPLAINED, ""
 
 
+def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
+    """Whether results are no further from the exact ones than sums of 14 bits: each of them, and in the mean square.
+
+    Those are the shortest sums that units are known to have (Hopper's).
+    """
+    wide = result.to(torch.float64)
+    model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
+    within = sums.near(wide, sums.exact, sums.reach(HOPPER_BITS) * sums.magnitude)
+    return within and sums.spread(wide) <= _SAME_SPREAD * (sums.spread(model) + sums.chance)
+
+
 def kept_bits(result: Tensor, sums: ConformitySums) -> int:
     """Returns the bits that sums seem to have; 24 if nothing indicates fewer.
 

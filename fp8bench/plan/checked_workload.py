@@ -104,7 +104,11 @@ def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: D
     if request.grid and workload.history is not None:
         requested = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **requested}
         is_quick = False  # sizes outside the grid have no history
-    return [axis.values(requested.get(axis.name) or (is_quick and axis.quick) or axis.default) for axis in axes]
+    values = []
+    for axis in axes:
+        words = (*requested.get(axis.name, ()), *requested.get(axis.alias, ()))
+        values.append(axis.values(words or (is_quick and axis.quick) or axis.default))
+    return values
 
 
 def _check_params(workload: Workload, params: Params) -> Params:
@@ -170,10 +174,13 @@ def support_of(
 
 def _refusal(workload: Workload, params: Scalars, precision: Precision, kind: str) -> str:
     """Returns why no device can run this precision here; '' if it depends on the device."""
-    if precision.whole_layers and not workload.linear_layers:
-        assert precision.backend is not None
+    whole_layers = precision.backend if precision.whole_layers and not workload.linear_layers else None
+    if whole_layers is not None and workload.single_products:
+        if reason := whole_layers.why_inseparable(precision):
+            return reason
+    elif whole_layers is not None:
         having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
-        why = f"{precision.backend.name} replaces linear layers, and suite {workload.name} has none"
+        why = f"{whole_layers.name} replaces linear layers, and suite {workload.name} has none"
         return f"{why}: choose {having}"
     if precision.unit_scaled and (kind or not workload.unit_scales):
         having = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)

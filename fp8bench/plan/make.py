@@ -243,8 +243,8 @@ def _parts(
     request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
 ) -> list[_Part]:
     # At least one requested suite must have each axis; suites without it ignore it.
-    axes = chain.from_iterable(axes_of(workload, _CLASSES[0]) for workload in suites)
-    names = {axis.name for axis in axes}
+    axes = list(chain.from_iterable(axes_of(workload, _CLASSES[0]) for workload in suites))
+    names = {axis.name for axis in axes} | {axis.alias for axis in axes if axis.alias}
     for name, _ in request.axes:
         if name not in names:
             raise UnknownName(f"axis of suite {request.suite}", name, names)

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     import torch
 
 
+def inner_record(event_type: Any) -> Callable[[Any, Any], None]:
+    """Returns the method in C++ by which events of a class are recorded, else the class's own.
+
+    torch's classes wrap it in a Python method that takes longer than it does: 0.86 us a stamp against 0.34, as much as
+    the runtime's cudaEventRecord called through ctypes.
+    """
+    methods = (vars(base)["record"] for base in event_type.__mro__[1:] if "record" in vars(base))
+    record: Callable[[Any, Any], None] = next(methods, event_type.record)
+    return record
+
+
 class EventStamper(Stamper):
     """Stamps are events of `backend` (torch.cuda, torch.xpu), reused because making one costs more than recording it.
     Every event is recorded on the stream that was current when `source` was called, also from autograd's threads:
@@ -31,11 +42,11 @@ class EventStamper(Stamper):
 
     def source(self) -> Callable[[], Any]:
         event_type, free, keep = self._backend.Event, self._free, self._used.append
-        stream = self._backend.current_stream()
+        stream, record = self._backend.current_stream(), inner_record(self._backend.Event)
 
         def stamp() -> Any:
             event = free.pop() if free else event_type(enable_timing=True)
-            event.record(stream)
+            record(event, stream)
             keep(event)
             return event
 
@@ -50,6 +61,18 @@ class EventStamper(Stamper):
     def recycle(self) -> None:
         self._free.extend(self._used)
         self._used.clear()
+
+
+class CapturedStamper(EventStamper):
+    """Stamps that become nodes of the graph that is being captured: on the stream of the capture, and never reused."""
+
+    def source(self) -> Callable[[], Any]:
+        def stamp() -> Any:
+            event = self._backend.Event(enable_timing=True, external=True)
+            event.record()
+            return event
+
+        return stamp
 
 
 _END = Begun("the end")

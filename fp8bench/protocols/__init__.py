@@ -8,6 +8,7 @@ from fp8bench.protocols.arithmetic import MEMORY_OF, Arithmetic, Fused, Operand,
 from fp8bench.protocols.measuring import (
     CannotCapture,
     CannotLimit,
+    CannotMark,
     Device,
     Markers,
     MemoryMeter,
@@ -22,8 +23,8 @@ from fp8bench.protocols.precision import Backend, Precision, TensorScale, float3
 from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, around_objection, key_of, keys_of
 
 __all__ = [
-    "MEMORY_OF", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "Covered", "Device", "Fused", "Grid", "Layer",
-    "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "Role", "ScaleBook", "Setup",
-    "SilentObserver", "SilentPhases", "Stamper", "TellingMarker", "TensorScale", "WatchedArithmetic",
+    "MEMORY_OF", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "CannotMark", "Covered", "Device", "Fused",
+    "Grid", "Layer", "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "Role", "ScaleBook",
+    "Setup", "SilentObserver", "SilentPhases", "Stamper", "TellingMarker", "TensorScale", "WatchedArithmetic",
     "Workload", "around_objection", "float32_products", "key_of", "keys_of", "one_thread",
 ]  # fmt: skip

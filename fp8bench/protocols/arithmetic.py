@@ -133,6 +133,10 @@ class Arithmetic(ABC):
         `product`."""
         return None
 
+    def separate(self) -> Arithmetic:
+        """The casts and products of a library's layers, one by one; itself where it has them anyway."""
+        return self
+
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
         """Like `whole`, for more than a product; None where there is no such layer."""
         return None
@@ -237,6 +241,9 @@ class WatchedArithmetic(Arithmetic):
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
         return self._around(self.inner.scaled_by(book, name))
+
+    def separate(self) -> Arithmetic:
+        return self._around(self.inner.separate())
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._tell(self.inner.cast(tensor, role), tensor, role)

@@ -13,6 +13,7 @@ from fp8bench.suggestions import meant_name
 @dataclass(frozen=True)
 class Axis:
     """One parameter of a workload that `--set` can vary; `quick` is its default under --quick, where it has another.
+    `--set` knows it by its `alias`, too: values under both names add up.
 
     The default of a `quiet` axis, of which there is one, is no parameter of a case: so adding an axis to a workload
     does not change the names and the history of existing cases.
@@ -24,6 +25,7 @@ class Axis:
     parse: Callable[[str], Scalar]
     quiet: bool = False
     quick: tuple[str, ...] = ()
+    alias: str = ""
 
     @staticmethod
     def count(name: str, description: str, default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:

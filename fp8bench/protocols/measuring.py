@@ -68,6 +68,10 @@ class CannotCapture(RuntimeError):
     """A step cannot be done again as one launch."""
 
 
+class CannotMark(RuntimeError):
+    """A device has no ranges that a profiler around the process would see."""
+
+
 class CannotLimit(RuntimeError):
     """The memory of a device cannot be limited here."""
 
@@ -93,8 +97,8 @@ class Device(ABC):
         """Makes it the calling thread's device; clocks record there."""
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Idles the device for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as the
-        device can. Does nothing where work is not enqueued."""
+        """Keeps the device busy for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as
+        the device can. Does nothing where work is not enqueued."""
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         """Returns a function that repeats a step's device work in one launch on the current stream.
@@ -103,6 +107,16 @@ class Device(ABC):
         is dropped. Raises CannotCapture with the reason.
         """
         raise CannotCapture(f"steps on {self.kind} devices cannot be replayed")
+
+    def collecting(self, index: int) -> AbstractContextManager[Callable[[str], AbstractContextManager[object]]]:
+        """Lets a profiler that was started around this process (nsys, ncu) collect in the body, at whose end the device
+        is done; yields what opens a named range. Raises CannotMark."""
+        raise CannotMark(f"{self.kind} devices have no NVTX ranges")
+
+    def captured_stamper(self, index: int) -> Stamper | None:
+        """A clock whose stamps may be taken while a step is captured, and are taken again by each replay; None where
+        there is none."""
+        return None
 
     def empty_cache(self) -> None:
         """Gives unused memory back to the driver."""

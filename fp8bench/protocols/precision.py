@@ -142,6 +142,10 @@ class Backend(ABC):
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         """The operations; only called where `support` does not refuse. Raises BackendMissing where it cannot run."""
 
+    def why_inseparable(self, precision: Precision) -> str:
+        """Why the arithmetic of whole layers has no casts and products one by one (`separate`); '' if it has."""
+        return f"{self.name} has whole layers, whose casts and products cannot be called one by one"
+
     def imported(self) -> None:
         """Imports it, in workers. Raises BackendMissing where it is installed and cannot be used."""
 

@@ -177,13 +177,14 @@ class Workload(ABC):
     `layer_kinds` are the kinds of layers in all its cases, `dtypes` the precisions of a run that names none, `history`
     the cases whose figures are kept from commit to commit. `fused`: quantisers are compiled before they are timed.
     `batch_axis` is the axis that --max-batch varies, '' for none. `may_diverge`: the state may become infinite or NaN,
-    which labels the case instead of failing it. `linear_layers`: all its products in low precision are those of linear
-    layers, which a backend may replace; `unit_scales`: unit scaling knows its model. `loads` says what `load` brings. A
-    workload that is not `listed` has a command of its own, or needs `least_ranks` processes. `part_ends` is the phase
-    that ends each part of a step whose time is shown by itself. `examined`: only a worker knows its possible cases and
-    layers, and is asked beforehand (`examine`). `own_paths`: what a step does depends on its numbers, so precisions
-    may do different work. `numbers_ignore` are axes that change no number of a step. `not_on_device` says why the
-    memory of emulated cases on real hardware is unknown; '' where it is known.
+    which labels the case instead of failing it. `linear_layers`: all its products in low precision are those of
+    linear layers, which a backend may replace; `single_products`: it calls casts and products one by one;
+    `unit_scales`: unit scaling knows its model. `loads` says what `load` brings. A workload that is not `listed`
+    has a command of its own, or needs `least_ranks` processes. `part_ends` is the phase that ends each part of a
+    step whose time is shown by itself. `examined`: only a worker knows its possible cases and layers, and is asked
+    beforehand (`examine`). `own_paths`: what a step does depends on its numbers, so precisions may do different
+    work. `numbers_ignore` are axes that change no number of a step. `not_on_device` says why the memory of emulated
+    cases on real hardware is unknown; '' where it is known.
     """
 
     name: ClassVar[str]
@@ -197,6 +198,7 @@ class Workload(ABC):
     batch_axis: ClassVar[str] = ""
     may_diverge: ClassVar[bool] = False
     linear_layers: ClassVar[bool] = False
+    single_products: ClassVar[bool] = False
     unit_scales: ClassVar[bool] = False
     loads: ClassVar[str] = ""
     listed: ClassVar[bool] = True

@@ -23,13 +23,13 @@ from fp8bench.model import (
     Scalar,
 )
 from fp8bench.model.promises import Conformity
-from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
-from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
+from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs, marks_of_step
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State, asks_nobody, begins_alone, bytes_of, flush_of, rotation
@@ -107,15 +107,25 @@ class Bench(UntimedPasses):
         already_running = running()
         fusing.forget_waiting()  # quantisers that untimed passes called are never compiled
         cache = CACHE.of(dict(case.params))
+        marks: list[int] = []
+        begins: list[int] = []
         # 1. The first step pays for one-time work: allocations, and kernels that are chosen or compiled.
         with under(precision), restore_switches(), aside(), nothing_left_on_error():
             make = partial(self._state_after_one_step, workload, case, facts)
             first = make()
             states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
+            # On a GPU, find the marks that may share a stamp. Not in a user's suite, whose kernels may not be seen; nor
+            # in a compiled model, which is to be called as it will be timed.
+            is_compiled = dict(case.params).get("compile", "no") != "no"
+            if facts.accelerated and not is_compiled and type(workload).__module__.startswith("fp8bench."):
+                marks, begins = marks_of_step(partial(step, workload, first.held, first.scales))
         # 2. Prepare the contents of the cache before a call.
         flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
+        clock = self._clock(stamper)
+        if begins:
+            clock.share(marks, begins)
         started = running() - already_running
         # 3. Keep the state for slots, and note what it left running, to report that on release.
         self._prepared[key] = Prepared(
@@ -124,10 +134,11 @@ class Bench(UntimedPasses):
             device,
             facts.index,
             states,
-            self._clock(stamper),
+            clock,
             stamper,
             started,
             flush,
+            facts.cache_bytes,
             meet=self._meet,
             is_so_anywhere=self._is_so_anywhere,
         )
@@ -179,6 +190,9 @@ class Bench(UntimedPasses):
 
     def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         return self._prepared_as(key).replayed(calls, discard, filling)
+
+    def replay_phases(self, key: str) -> RawStep | None:
+        return self._prepared_as(key).replay_phases()
 
     def loop(self, key: str, steps: int) -> float:
         return self._prepared_as(key).loop(steps)

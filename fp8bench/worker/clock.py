@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Overheads
+from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Overheads
 from fp8bench.protocols import Device, Markers, Phases, SilentPhases, Stamper
 
 UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
@@ -39,18 +39,34 @@ class Marker:
         self._note(~self._code)
 
 
+@dataclass(slots=True, eq=False)
+class SharingMarker(Marker):
+    """A marker that takes no stamp where its phase begins at the stamp of the previous phase's end."""
+
+    _notes: list[int]
+    _shared: dict[int, int]
+
+    def __enter__(self) -> None:
+        if self._shared.get(len(self._notes)) != self._code:
+            self._stamp(self._now())
+        self._note(self._code)
+
+
 class PhaseClock(Markers[Marker]):
     """Provides markers by name and collects the marks of the current step. A mark is a stamp and a marker's record.
     `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i] is the phase between
     stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
 
-    __slots__ = ("_last", "_notes", "_now", "_open", "_stamps", "_told")
+    __slots__ = ("_last", "_notes", "_now", "_open", "_planned", "_shared", "_stamps", "_told")
 
     def __init__(self, stamper: Stamper, told: Callable[[int], None] | None = None) -> None:
         self._notes: list[int] = []
         self._last: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]  # records of a step, and their phases
         self._stamps: list[Any] = []
         self._open: list[int] = [UNATTRIBUTED_CODE]  # only needed for `told`
+        # Marks that take no stamp, by their place among the step's: the code of the phase that begins there.
+        self._shared: dict[int, int] = {}
+        self._planned: list[int] = []
         self._told = told
         self._now = stamper.source()
         note = self._notes.append if told is None else self._tell
@@ -59,6 +75,17 @@ class PhaseClock(Markers[Marker]):
     @property
     def now(self) -> Callable[[], Any]:
         return self._now
+
+    def share(self, notes: list[int], begins: Iterable[int]) -> None:
+        """Takes no stamps at marks in the places `begins`, as long as steps have the marks `notes`.
+
+        Each begins a phase right where another one ends: nothing is launched in between, so that no time is moved.
+        """
+        self._planned, self._shared = notes, {place: notes[place] for place in begins}
+        note = self._notes.append if self._told is None else self._tell
+        for name in PHASES:
+            code, stamp = CELL_PHASES.index(name), self._stamps.append
+            setattr(self, name, SharingMarker(code, note, stamp, self._now, self._notes, self._shared))
 
     def begin(self) -> None:
         """Starts a step; drops the remains of an aborted step."""
@@ -76,8 +103,15 @@ class PhaseClock(Markers[Marker]):
         notes, codes = self._last
         if self._notes != notes:  # most steps equal the previous one
             codes = _phases(self._notes)
+            if self._shared:
+                codes = [code for place, code in enumerate(codes) if not self._is_shared(place)]
+                if self._notes and self._notes != self._planned:  # not the step that was counted, nor an unmarked one
+                    self._shared.clear()
             self._last = self._notes.copy(), codes
         return codes.copy(), self._stamps.copy()
+
+    def _is_shared(self, place: int) -> bool:
+        return place < len(self._notes) and self._shared.get(place) == self._notes[place]
 
     def _tell(self, note: int) -> None:
         self._notes.append(note)
@@ -125,12 +159,51 @@ def _phases(notes: Iterable[int]) -> list[int]:
     return codes
 
 
+def marks_of_step(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
+    """Runs a step; returns its marks, and the places of those that begin a phase where another one ends, with no
+    operator of torch's launched in between. A kernel that is no operator is not seen."""
+    from fp8bench.tape.recorder import PhasedWatch
+
+    class Launches(PhasedWatch):  # type: ignore[no-untyped-call]
+        launched = True
+
+        def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            self.launched = True
+            return super().run_call(func, args, named)
+
+    watch = Launches()
+    notes: list[int] = []
+    begins: list[int] = []
+
+    def note(code: int) -> None:
+        if code >= 0 and notes and notes[-1] < 0 and not watch.launched:
+            begins.append(len(notes))
+        notes.append(code)
+        watch.launched = False
+
+    phases = Markers(lambda name: Marker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
+    with watch:
+        step(phases)
+    return notes, begins
+
+
 _REPEATS = 500
 _TRIES = 15
 # The device's cost of a stamp is visible if all stamps are enqueued before the device reaches them. A queue holds about
 # 1,024; beyond that the host waits.
 _QUEUED = 512
 _OCCUPIED_SECONDS = 10e-3
+
+
+_stamp_costs: dict[tuple[str, int], float] = {}
+
+
+def stamp_cost(device: Device, index: int) -> float:
+    """Returns the seconds that a stamp takes, measured once in a process."""
+    key = device.kind, index
+    if key not in _stamp_costs:
+        _stamp_costs[key] = calibrate(device, index).stamp_cost
+    return _stamp_costs[key]
 
 
 def calibrate(device: Device, index: int) -> Overheads:

@@ -6,33 +6,33 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import UNATTRIBUTED, DeviceFacts, LateSteps, Phase
+from fp8bench.model import DeviceFacts, LateSteps, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
+from fp8bench.model.run import MARKS_SHARE
 from fp8bench.protocols import (
     Arithmetic,
     CannotCapture,
     Device,
-    Markers,
     Phases,
     Precision,
     ScaleBook,
     SilentPhases,
     Stamper,
-    TellingMarker,
     Workload,
 )
 from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import wrong_of
-from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing
+from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing, stamp_cost
 from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.held_phase import HeldPhase, held_phase
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
@@ -40,7 +40,6 @@ from fp8bench.worker.step_guards import Running, apart, owns_this_process, silen
 from fp8bench.worker.switches import collected_by_hand, restore_switches, under
 
 if TYPE_CHECKING:
-    from fp8bench.tape.replay import Replay
     from fp8bench.worker.late_slots import LateSlots
 
 # The allowed time of a call beyond its step: the clock's work, in seconds per call and per mark, and a share of the
@@ -50,74 +49,10 @@ _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 # A step is accused of moved stamps by the median of this many slots, or of fewer that fit into the seconds.
 _SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
-# A phase is repeated for this many seconds, in pieces, before its window, so that clocks and power settle and its time
-# is known.
-WARM_SECONDS = 0.3
-_PIECE_SECONDS = 0.05
-_NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
-
-
-@dataclass(frozen=True)
-class HeldPhase:
-    """A phase of a step, with the inputs it had in that step. The workload loads data itself."""
-
-    workload: Workload
-    state: Any
-    device: Device
-    index: int
-    replay: Replay
-    loads: bool
-
-    def loop(self, times: int) -> float:
-        """Repeats the phase back to back and waits for the device; returns the seconds of all."""
-        with self.replay.random_kept():
-            start = time.perf_counter()
-            if self.loads:
-                for _ in range(times):
-                    self.workload.load(self.state)
-                    self.replay.run()
-            else:
-                self.replay.run(times)
-            self.device.synchronise(self.index)
-            return time.perf_counter() - start
-
-    def warmed_up(self) -> RawReplay:
-        """Repeats the phase for a while from its inputs, which are then restored; returns its time and size."""
-        end, times, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
-        while time.perf_counter() < end:
-            times = max(1, round(times * _PIECE_SECONDS / max(seconds, 1e-7)))
-            seconds = self.loop(times)
-        self.replay.restore()
-        return RawReplay(seconds / times, len(self.replay.calls), self.replay.bytes)
-
-
-def held_phase(
-    workload: Workload,
-    state: Any,
-    device: Device,
-    index: int,
-    phase: str,
-    most_bytes: int,
-) -> HeldPhase | RawReplay:
-    """Returns the phase as a step of the state does it, or why it cannot run alone. On a CPU the repetition must give
-    the step's numbers bit for bit. A GPU may add up in another order each time."""
-    from fp8bench.tape.replay import CannotReplay, Recording
-
-    loads = phase == Phase.DATA_LOAD
-    if loads and not workload.loads:
-        return RawReplay(why=_NO_LOAD)
-    stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread, so threads share the phase
-    recording = Recording(phase, stack, most_bytes, check=device.kind == "cpu")
-    with recording:
-        workload.step(state, Markers(lambda name: TellingMarker(name, stack, lambda told: None)))
-    device.synchronise(index)
-    try:
-        replay = recording.replay()
-    except CannotReplay as cannot:
-        return RawReplay(why=str(cannot))
-    if why := replay.differs():
-        return RawReplay(why=why)
-    return HeldPhase(workload, state, device, index, replay, loads)
+# Replays with marks, of which the fastest counts.
+_MARKED_REPLAYS = 10
+# Of so many steps one has marks, however much they take.
+_MOST_UNMARKED = 32
 
 
 def begins_alone() -> None:
@@ -173,9 +108,9 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
 
 @dataclass
 class Prepared:
-    """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn. `flush`
-    and the loading of data ahead of a replay run before each call and are not timed. `meet` waits for other ranks that
-    begin a slot or a loop at the same time; `is_so_anywhere` asks all of them."""
+    """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn; a replay
+    steps them all. `flush` and the loading of data ahead of a replay run before each call and are not timed. `meet`
+    waits for other ranks that begin a slot or a loop at the same time; `is_so_anywhere` asks all of them."""
 
     workload: Workload
     precision: Precision
@@ -186,8 +121,11 @@ class Prepared:
     stamper: Stamper
     started: Running
     flush: Callable[[], Any] | None = None
+    cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
+    # The phases of every so many steps are marked.
+    marked: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
     is_so_anywhere: Callable[[bool], bool] = asks_nobody
@@ -231,10 +169,17 @@ class Prepared:
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
     def capture(self) -> str:
-        """Captures a step, so that `replay` does it in one launch; returns why that is impossible, or ''."""
+        """Captures a step of each state, so that `replay` does all in one launch; returns why that is impossible, or
+        ''. Several states must not fit into the last cache, where each would find what the previous replay left."""
         from fp8bench.numerics.operands import needs_host
 
-        again = partial(step, self.workload, self.state, self.scales, SilentPhases())
+        if len(self.states) > 1 and (held := sum(bytes_of(state.held) for state in self.states)) <= self.cache_bytes:
+            return f"its {len(self.states)} states have {held} bytes, and fit the last cache of {self.cache_bytes}"
+
+        def again() -> None:
+            for state in self.states:
+                step(self.workload, state.held, state.scales, SilentPhases())
+
         with under(self.precision), restore_switches(), silent_step():
             self.loaded = bool(self.workload.loads)
             if self.loaded:
@@ -247,20 +192,56 @@ class Prepared:
                 return str(error)
         return ""
 
+    def replay_phases(self) -> RawStep | None:
+        """Captures a step again, with its marks as events of the graph; returns the fastest of a few replays, or None
+        where a device has no such events."""
+        stamper = self.device.captured_stamper(self.index)
+        if stamper is None:
+            return None
+        clock = PhaseClock(stamper)
+        marks: tuple[list[int], list[Any]] = [], []
+
+        def marked() -> None:
+            nonlocal marks
+            clock.begin()
+            step(self.workload, self.state, self.scales, clock)
+            marks = clock.end()
+
+        with under(self.precision), restore_switches(), silent_step():
+            try:
+                replay = self.device.captured(self.index, marked)
+            except CannotCapture:
+                return None
+            replays = []
+            for _ in range(_MARKED_REPLAYS):
+                if self.loaded:
+                    self.workload.load(self.state)
+                replay()
+                self.device.synchronise(self.index)
+                replays.append(RawStep(tuple(marks[0]), tuple(stamper.intervals_ns(marks[1]))))
+        return min(replays, key=lambda step: step.seconds)
+
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         return self._slot(self.workload.step, calls, discard, filling)
 
     def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
-        replay = self.replay
-        return self._slot(lambda state, phase: replay(), calls, discard, filling)
+        replay, states = self.replay, len(self.states)
+        raw = self._slot(lambda state, phase: replay(), max(1, round(calls / states)), discard, filling)
+        if states == 1:
+            return raw
+        # The steps of one replay follow each other without a stamp: each counts as their mean.
+        steps = tuple(
+            replace(step, intervals_ns=tuple(round(one / states) for one in step.intervals_ns)) for step in raw.steps
+        )
+        return replace(raw, steps=steps, host_seconds=raw.host_seconds / states)
 
     def _slot(
         self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
     ) -> RawSlot:
         # Bound before a step runs, so that a step that replaces functions of the clock cannot affect its own slot.
         clock, begin, end, ready, now = self.clock, self.clock.begin, self.clock.end, self._ready, time.perf_counter
-        late = self._late
+        late, marked, unmarked = self._late, self.marked, SilentPhases()
         # Answers are freed within the timing; `id` does nothing else to them.
         keep, looked_at = (id, nullcontext()) if late is None else (late.keep, late.slot())
         marks: list[tuple[list[int], list[Any]]] = []
@@ -281,7 +262,7 @@ class Prepared:
                 state = self._ready_on_device(number, filling)
                 started = now()
                 begin()
-                keep(timed(state, clock))
+                keep(timed(state, unmarked if number % marked else clock))
                 marks.append(end())
                 calls_seconds.append(now() - started)
             host = time.perf_counter() - wall
@@ -295,6 +276,7 @@ class Prepared:
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
+        self._space_marks(steps)
         if late is not None:
             late.add([step.seconds for step in steps], discard)
         gaps = max(0.0, host - sum(calls_seconds))
@@ -319,6 +301,18 @@ class Prepared:
             tuple(bits for bits in sorted(fused) if bits),
             memory_retries=None if retried is None or retried_now is None else retried_now - retried,
         )
+
+    def _space_marks(self, steps: Sequence[RawStep]) -> None:
+        """Marks fewer steps on an accelerator if stamps take more than MARKS_SHARE of a step.
+
+        Ranks go on with all marks, because what they wait for each other is a phase of every step.
+        """
+        if self._between is None or self.meet is not begins_alone or not steps:
+            return
+        fastest = min(steps, key=lambda step: step.seconds)
+        stamps = max(len(step.codes) for step in steps) - 1
+        cost = stamp_cost(self.device, self.index) * stamps / max(fastest.seconds, 1e-7)
+        self.marked = max(self.marked, min(_MOST_UNMARKED, math.ceil(cost / MARKS_SHARE)))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing import Any
 from fp8bench.files import write_whole
 from fp8bench.model import PHASES
 from fp8bench.profiler import activities_of, export_trace, quiet
-from fp8bench.protocols import Markers, Phases
+from fp8bench.protocols import Device, Markers, Phases, SilentPhases
 
 STEPS = 3
 # Steps before the profiler is on; one more is taken under it, because its first calls are slow too.
@@ -79,6 +79,20 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     if not any(str(event.get("name", "")).startswith(STEP) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
+
+
+def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: str) -> None:
+    """Runs a slot of steps for a profiler around this process, with ranges by case, step and phase; raises CannotMark.
+
+    Warm-up steps come before it, so that the profiler sees nothing of them.
+    """
+    for _ in range(WARM_UPS):
+        step(SilentPhases())
+    with device.collecting(index) as range_of, range_of(name):
+        phases = traced_phases(range_of)
+        for number in range(STEPS):
+            with range_of(f"step {number}"):
+                step(phases)
 
 
 def write(trace: Mapping[str, Any], file: Path) -> None:

@@ -22,7 +22,7 @@ from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import PRODUCTS_VARIABLE
 from fp8bench.nn.shared_precisions import recipe_of
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhases
-from fp8bench.registry import backends, precisions
+from fp8bench.registry import backends, precisions, workloads
 
 _TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
 # Allowed error, as a share of the sum of magnitudes: bfloat16's rounding and sums in 14 bits cause 0.3%, a wrong scale
@@ -51,28 +51,31 @@ def why_not(name: str) -> str:
 
 
 class Trials:
-    """Tries each precision on each device once."""
+    """Tries each precision on each device once; a library's single products apart from its layers."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], str] = {}
+        self._known: dict[tuple[str, str, bool], str] = {}
 
     def wrong(self, case: Case, facts: DeviceFacts) -> str:
         for mode in (case.precision, *(word for _, word in case.precision_map)):
-            key = mode, facts.key
+            single = workloads.get(case.workload).single_products
+            key = mode, facts.key, single
             if key not in self._known:
-                self._known[key] = _try_precision(precisions.get(mode), facts)
+                self._known[key] = _try_precision(precisions.get(mode), facts, single)
             if self._known[key]:
                 return self._known[key]
         return ""
 
 
-def _try_precision(precision: Precision, facts: DeviceFacts) -> str:
+def _try_precision(precision: Precision, facts: DeviceFacts, single: bool) -> str:
     native = precision.support(facts).is_native
     if not precision.takes_backend or not (native or precision.whole_layers):
         return ""
     unchecked = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
     try:
         arithmetic = precision.arithmetic(facts)
+        if single:
+            arithmetic = arithmetic.separate()
         with precision.scope():
             wrong = "" if unchecked else wrong_product(arithmetic, precision, facts)
     except BackendMissing as error:

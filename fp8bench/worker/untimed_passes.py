@@ -34,7 +34,7 @@ from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_counters import counters_of_step
 from fp8bench.worker.step_guards import Running, apart
 from fp8bench.worker.switches import restore_switches, under
-from fp8bench.worker.tracing import record, write
+from fp8bench.worker.tracing import mark_slot, record, write
 
 # Steps before those that are timed: the first one makes what later ones keep.
 _WARM_STEPS = 2
@@ -181,6 +181,13 @@ class UntimedPasses:
             gc.collect()
         device.empty_cache()
         write(trace, Path(file))
+
+    def mark_slot(self, case: Case, facts: DeviceFacts) -> None:
+        """Runs a slot between cudaProfilerStart and cudaProfilerStop, with NVTX ranges by phase."""
+        with self._apart(case, facts) as (workload, device, make_setup):
+            setup = make_setup()
+            state = workload.prepare(setup)
+            mark_slot(partial(step, workload, state, setup.scales), device, facts.index, case.id)
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
         with self._apart(case, facts) as (workload, _, setup):

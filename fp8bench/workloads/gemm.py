@@ -11,7 +11,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.served import CARRIERS, OWN, SERVED, arm_of, kept_support
 from fp8bench.nn.shared_workloads import why_no_errors
-from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, sides_of
+from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, model_products, sides_of
 from fp8bench.protocols import (
     MEMORY_OF,
     Arithmetic,
@@ -76,7 +76,7 @@ class Gemm(Workload):
     casts nothing."""
 
     name = "gemm"
-    summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
+    summary = "matrix products: squares, rectangles, GEMV, and the layers of models (model=llama3-8b, or by sizes)"
     history = Grid(
         cpu={"shape": ("512", "256x2048x512"), "product": ("forward",), "operands": ("cast",)},
         gpu={"shape": ("4096", "16384x2048x4096"), "product": ("forward",), "operands": ("cast",)},
@@ -85,6 +85,7 @@ class Gemm(Workload):
         per="flops",
     )
     numbers_ignore = ("operands",)
+    single_products = True
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
@@ -92,9 +93,11 @@ class Gemm(Workload):
         return (
             Axis(
                 "shape",
-                f"M (a square), MxNxK, a model: {', '.join(MODELS)}; or sweep, sweep:m, sweep:nk",
+                f"M (a square), MxNxK; sweep, sweep:m, sweep:nk; or, also as model=: {', '.join(MODELS)}, or the sizes "
+                "of a model with a gated feed-forward layer: hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384",
                 shapes,
                 parse_shape,
+                alias="model",
             ),
             Axis.choice(
                 "product",
@@ -132,14 +135,16 @@ class Gemm(Workload):
     def _expand(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
-        several = name == "sweep" or name in MODELS
+        is_model = _is_model(shape)
+        several = name == "sweep" or is_model
         # A layer of a model trains with three products; a single shape is the forward one by default.
         products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
         operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
-        if name in MODELS:
+        if is_model:
             cases = []
-            for layer, product, how in itertools.product(MODELS[shape], products, operands):
-                sides = sides_of(product, int(params["tokens"]), *MODELS[shape][layer])
+            features, tokens = model_products(shape)
+            for layer, product, how in itertools.product(features, products, operands):
+                sides = sides_of(product, tokens or int(params["tokens"]), *features[layer])
                 cases.append((("layer", f"{shape}/{layer}"), *_params(*sides, product, how)))
             return tuple(cases)
         if name == "sweep":
@@ -160,6 +165,8 @@ class Gemm(Workload):
         k, n = int(params["k"]), int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
+        if precision.whole_layers and params["operands"] != "cast":
+            return refused("a library's operands are cast in every step: choose operands=cast")
         # Weights that are stored for inference have no gradients.
         if precision.name == SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
@@ -175,7 +182,7 @@ class Gemm(Workload):
         return support
 
     def prepare(self, setup: Setup) -> GemmState:
-        arithmetic, cast = setup.arithmetic, _casts(setup)
+        arithmetic, cast = _casts(setup)
         a, b, roles = _operands(setup, arithmetic.carrier)
         if (kept_weight := _kept_weight(setup, b)) is not None:
             return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
@@ -208,7 +215,7 @@ class Gemm(Workload):
         from fp8bench.numerics.products import product_errors, rows_within
 
         a, b, _ = _operands(setup)
-        arithmetic, cast = setup.arithmetic, _casts(setup)
+        arithmetic, cast = _casts(setup)
         # 1. Operands are drawn in fp32 and rounded to the carrier, which is part of the error.
         carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
         low = cast(*carried)
@@ -234,7 +241,8 @@ class Gemm(Workload):
 
 def parse_shape(text: str) -> str:
     """Accepts '512' (a square), '1x2048x512' (M x N x K), a model, 'sweep:m' (sizes of M) and 'sweep' (all sides)."""
-    if text in MODELS:
+    if _is_model(text):
+        model_products(text)  # raises for sizes that are no model
         return text
     name, colon, swept = text.partition(":")
     if name == "sweep":
@@ -245,6 +253,10 @@ def parse_shape(text: str) -> str:
         return parse_sides(text)
     except ValueError as error:
         raise ValueError(f"{error}, sweep, or one of {', '.join(MODELS)}") from None
+
+
+def _is_model(shape: str) -> bool:
+    return shape in MODELS or shape.startswith("hidden:")
 
 
 def parse_sides(text: str) -> str:
@@ -316,11 +328,12 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     return ""
 
 
-def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
-    product, arithmetic = str(setup.case.param("product")), setup.arithmetic
+def _casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
+    """Returns the arithmetic of single products, and the casts of this one's operands."""
+    product, arithmetic = str(setup.case.param("product")), setup.arithmetic.separate()
     (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
     cast_a, cast_b = (arithmetic.cast_transpose if role in turned else arithmetic.cast for role in (role_a, role_b))
-    return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
+    return arithmetic, lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
 def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:

@@ -10,7 +10,7 @@ import types
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -164,6 +164,63 @@ def _recipe_class(name: str) -> type:
     return type(name, (), {"__init__": made})
 
 
+class Quantiser:
+    """Keeps the codes along rows alone, as it is told before it casts; they are this package's own tensors."""
+
+    def __init__(self, recipe: str, role: Role, device: torch.device) -> None:
+        assert device.type == "cpu"
+        self._arithmetic, self._role = RecipeArithmetic(recipe_of(precisions.get(MODES[recipe]))), role
+        self._usage: tuple[bool, bool] = True, True
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._usage = rowwise, columnwise
+
+    def __call__(self, tensor: Tensor) -> Quantised:
+        assert self._usage == (True, False) and tensor.is_contiguous()
+        return Quantised(self._arithmetic.cast(tensor, self._role).data)
+
+
+class Quantised(NamedTuple):
+    """What a quantiser makes."""
+
+    values: Tensor
+
+    def dequantize(self, *, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype)
+
+
+class RecipeState:
+    """Makes quantisers in the order of Transformer Engine's: input, weight, output; or both gradients."""
+
+    ROLES: ClassVar[dict[str, tuple[Role, ...]]] = {
+        "forward": (Role.INPUT, Role.WEIGHT, Role.INPUT),
+        "backward": (Role.GRADIENT, Role.GRADIENT),
+    }
+
+    def __init__(self, recipe: Any, mode: str, device: torch.device) -> None:
+        self._made = [Quantiser(type(recipe).__name__, role, device) for role in self.ROLES[mode]]
+
+    @staticmethod
+    def create(recipe: Any, *, mode: str, num_quantizers: int, device: torch.device) -> RecipeState:
+        assert num_quantizers == len(RecipeState.ROLES[mode])
+        return RecipeState(recipe, mode, device)
+
+    def make_quantizers(self) -> list[Quantiser]:
+        return self._made
+
+
+def general_gemm(
+    A: Quantised,  # noqa: N803
+    B: Quantised,  # noqa: N803
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    use_split_accumulator: bool = False,
+) -> tuple[Tensor, None, None, None]:
+    """B times A transposed, as its layers call it."""
+    assert layout == "TN" and isinstance(use_split_accumulator, bool)
+    return (B.values.float() @ A.values.float().t()).to(out_dtype), None, None, None
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Puts the fake package in place of the real one; records calls of torch's CUDA autocast, which is missing here."""
     package, pytorch, common, recipe = (
@@ -176,7 +233,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     vars(pytorch).update(TransformerLayer=TransformerLayer)
     vars(common)["recipe"] = recipe
     vars(package).update(pytorch=pytorch, common=common)
-    for module in (package, pytorch, common, recipe):
+    extensions, quantization = (
+        types.ModuleType(f"{pytorch.__name__}.{name}") for name in ("cpp_extensions", "quantization")
+    )
+    vars(extensions)["general_gemm"], vars(quantization)["RecipeState"] = general_gemm, RecipeState
+    for module in (package, pytorch, common, recipe, extensions, quantization):
         patch.setitem(__import__("sys").modules, module.__name__, module)
     patch.setattr(Autocast, "left", 0)
 

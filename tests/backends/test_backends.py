@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType
+from typing import ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Level, Request, Support
 from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import check_names, make_plan
+from fp8bench.protocols import Role
 from fp8bench.registry import backends, precisions
+from fp8bench.worker.trial import wrong_product
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
+from tests.formats.scaling_definitions import gaussian
 
 DEVICES = [
     CPU,
@@ -130,10 +139,10 @@ def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
 
 
 def test_whole_layers_need_layers() -> None:
-    request = Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),), backend="torchao")
+    request = Request("conv", ("bf16", "fp8"), backend="torchao")
     refused = cases(request, here(CPU, torchao="0.18.0"))["fp8:backend=torchao"][1]
     assert refused.level is Level.REFUSED
-    assert "suite gemm has none: choose early_exit, mlp, moe, transformer" in refused.reason
+    assert "suite conv has none: choose early_exit, mlp, moe, transformer" in refused.reason
     taken = cases(replace(request, suite="mlp", axes=()), here(CPU, torchao="0.18.0"))["fp8:backend=torchao"][1]
     assert taken.level is Level.EMULATED and taken.backend == "torchao 0.18.0"
 
@@ -141,3 +150,61 @@ def test_whole_layers_need_layers() -> None:
 def test_an_unknown_backend_is_refused_before_anything_runs() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'torch'"):
         check_names(Request("gemm", backend="torhc"))
+
+
+class FakeDeepGemm(ModuleType):
+    """DeepGEMM's product on capability 9.0, with the layouts that its C++ asserts."""
+
+    calls: ClassVar[list[tuple[int, int, int]]] = []
+
+    @staticmethod
+    def fp8_gemm_nt(
+        a: tuple[Tensor, Tensor],
+        b: tuple[Tensor, Tensor],
+        d: Tensor,
+        c: Tensor | None = None,
+        recipe: tuple[int, int, int] | None = None,
+    ) -> None:
+        assert recipe is not None
+        values = []
+        for (codes, scale), gran in zip((a, b), recipe[:2], strict=True):
+            rows, columns = codes.shape
+            assert codes.is_contiguous() and scale.dtype == torch.float32
+            assert scale.shape == (-(-rows // gran), -(-columns // recipe[2]))
+            assert gran == 1 or scale.is_contiguous() or scale.t().is_contiguous()
+            values.append(
+                codes.float() * scale.repeat_interleave(gran, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            )
+        # Rows times rows are added to a float32 sum, rows times squares written in bfloat16.
+        assert (c is d and d.dtype == torch.float32) if recipe[1] == 1 else (c is None and d.dtype == torch.bfloat16)
+        total = values[0] @ values[1].t()
+        d.copy_(total if c is None else c + total)
+        FakeDeepGemm.calls.append(recipe)
+
+
+def test_deepgemm_multiplies_our_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three products of a layer have the layouts that it wants, and the values of our emulation."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm("deep_gemm"))
+    monkeypatch.setattr(FakeDeepGemm, "calls", [])
+    precision = precisions.get("fp8-block:backend=deepgemm")
+    theirs, ours = precision.arithmetic(H200), precisions.get("fp8-block").arithmetic(CPU)
+    assert wrong_product(theirs, precision, CPU) == ""
+    assert set(FakeDeepGemm.calls) == {(1, 128, 128), (1, 1, 128)}
+    a, b = gaussian(64, 640).bfloat16(), gaussian(96, 640, seed=5).bfloat16()  # five blocks: not whole tiles of scales
+    results = [
+        arithmetic.product(arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT), torch.bfloat16)
+        for arithmetic in (theirs, ours)
+    ]
+    assert relative_frobenius(results[0].double(), results[1].double()) < 4e-3
+
+
+def test_deepgemm_is_refused_where_it_has_no_kernel() -> None:
+    installed = (("deep_gemm", "2.5.0"),)
+    for facts, mode, words in (
+        (H200, "fp8-block", ""),
+        (B200, "fp8-block", "on capability 9.0 (H100, H200) alone"),
+        (H200, "fp8", "deepgemm has no recipe fp8, only fp8-block"),
+    ):
+        support = precisions.get(f"{mode}:backend=deepgemm").support(replace(facts, packages=installed))
+        assert words in support.reason and support.is_native is not bool(words)
+    assert "pip install 'git+" in precisions.get("fp8-block:backend=deepgemm").support(H200).reason

@@ -20,7 +20,7 @@ from fp8bench.nn.parts import FeedForward, NormedFeedForward
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.protocols import Role, Setup, SilentPhases
 from fp8bench.registry import backends, precisions, workloads
 from fp8bench.worker.trial import Trials
 from tests.backends import fake_te, te_names
@@ -257,3 +257,36 @@ def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
     if done.returncode or not wheels:
         pytest.skip(f"transformer_engine {VERSION} cannot be downloaded here: {done.stderr.strip()[-200:]}")
     assert te_names.derived(wheels[0]) == te_names.TABLE.read_text()
+
+
+@for_each("mode", ["fp8", "fp8-block", "mxfp8"])
+def test_its_casts_and_products_are_those_of_single_products(te: None, mode: str) -> None:
+    """Each quantiser has its role, and b is the operand that cuBLAS calls A: the product is that of our emulation."""
+    ours = precisions.get(mode).arithmetic(CPU)
+    theirs = precisions.get(f"{mode}:backend=te").arithmetic(here(B200)).separate()
+    a, b = gaussian(64, 128).bfloat16(), gaussian(96, 128, seed=5).bfloat16()
+    for first, second in ((Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT), (Role.GRADIENT, Role.INPUT)):
+        results = [
+            arithmetic.product(arithmetic.cast(a, first), arithmetic.cast(b, second), torch.bfloat16)
+            for arithmetic in (ours, theirs)
+        ]
+        assert results[0].shape == (64, 96) and torch.equal(*results)
+        assert torch.equal(
+            *(arithmetic.restore(arithmetic.cast(a, first), torch.float32) for arithmetic in (ours, theirs))
+        )
+
+
+@for_each(
+    ("mode", "operands", "reason"),
+    [
+        ("fp8", "cast", ""),
+        ("fp8", "ready", "a library's operands are cast in every step"),
+        ("fp8-delayed", "cast", "Transformer Engine casts for fp8-delayed within its layers alone"),
+        ("nvfp4", "cast", "choose suite transformer, or fp8, fp8-e4m3, fp8-block, mxfp8 here"),
+    ],
+)
+def test_suite_gemm_has_arms_of_its_products(mode: str, operands: str, reason: str) -> None:
+    request = Request("gemm", ("bf16", f"{mode}:backend=te"), axes=(("shape", ("512",)), ("operands", (operands,))))
+    (group,) = make_plan(request, [here(B200)]).groups
+    support = next(case.support for case in group.cases if "te" in case.case.mode)
+    assert (support.level is Level.REFUSED) is bool(reason) and reason in support.reason

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.codes import torch_codes
@@ -55,6 +55,30 @@ def test_its_layers_are_ours(mode: str) -> None:
     for result, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
         assert result.dtype == wanted.dtype and result.shape == wanted.shape
         assert relative_frobenius(result.double(), wanted.double()) < tolerance
+
+
+@for_each("mode", MODES)
+def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
+    """Casts and products called one by one give what its layer gives, forward and both gradients."""
+    arithmetic = precisions.get(f"{mode}:backend=torchao").arithmetic(HERE)
+    weight = nn.Parameter(gaussian(96, 128) * torch.logspace(-4, 2, 96)[:, None])
+    x, gradient = gaussian(64, 128).bfloat16().requires_grad_(), gaussian(64, 96, seed=5).bfloat16()
+    multiply, single = arithmetic.whole(weight), arithmetic.separate()
+    assert multiply is not None
+    y = multiply(x)
+    results = [y, *torch.autograd.grad(y, (x, weight), gradient)]
+    w, x = weight.detach(), x.detach()
+    turned = [
+        single.cast_transpose(tensor.t(), role)
+        for tensor, role in ((w, Role.WEIGHT), (gradient, Role.GRADIENT), (x, Role.INPUT))
+    ]
+    pairs = (
+        (single.cast(x, Role.INPUT), single.cast(w, Role.WEIGHT)),
+        (single.cast(gradient, Role.GRADIENT), turned[0]),
+        (turned[1], turned[2]),
+    )
+    for pair, result in zip(pairs, results, strict=True):
+        assert relative_frobenius(single.product(*pair, torch.bfloat16).double(), result.double()) < 4e-3
 
 
 @pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])

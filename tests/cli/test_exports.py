@@ -13,6 +13,7 @@ import pytest
 
 import fp8bench
 from fp8bench.cli.main import main
+from fp8bench.errors import UsageError
 from fp8bench.jobs import after_run
 from fp8bench.jobs.report_files import Pages
 from fp8bench.model import Run, Status
@@ -55,6 +56,35 @@ def test_traces_of_every_case(store: Path) -> None:
     for record in run.records:
         assert Path("traces/new", record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
     assert len(list(Path("traces/new").iterdir())) == 2
+
+
+def test_a_profiler_is_started_around_the_same_command(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """--dry-run prints the command, which records nothing but marked slots and keeps its run in another store."""
+    words = [*GEMM, "--trace", "ncu"]
+    monkeypatch.setattr(sys, "argv", ["fp8bench", *words, "--dry-run"])
+    assert main([*words, "--dry-run"]) == 0
+    command = shlex.split(capfd.readouterr().out)
+    options = "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p"
+    started = ["ncu", *options.split()]
+    assert command == [*started, sys.executable, "-m", "fp8bench", *words, "--trace", "nvtx", "--store", "fp8bench-ncu"]
+    monkeypatch.setattr(sys, "argv", ["fp8bench", *words])
+    monkeypatch.setenv("PATH", str(store))
+    assert main(words) == 2 and "ncu is not installed here" in capfd.readouterr().err
+    store.mkdir(exist_ok=True)
+    (store / "ncu").write_text('#!/bin/sh\necho "$@"\nexit 7\n')
+    (store / "ncu").chmod(0o755)
+    assert main(words) == 7 and capfd.readouterr().out.split() == command[1:]
+    assert not list(run_files(store))
+
+
+def test_a_device_without_ranges_says_so_and_costs_no_case(store: Path) -> None:
+    assert main([*GEMM, "--trace", "nvtx"]) == 0
+    for record in the_run(store).records:
+        assert record.detail == "no trace: CannotMark: cpu devices have no NVTX ranges" and not record.trace
+    with pytest.raises(UsageError, match="start your script or command under nsys"):
+        fp8bench.run("gemm", set={"shape": [8]}, trace="nsys", quick=True, store=store)
 
 
 def test_a_trace_that_cannot_be_written_costs_no_case(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

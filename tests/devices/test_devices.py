@@ -16,10 +16,10 @@ import torch
 
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, processor_name
-from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
+from fp8bench.devices.cuda import Cuda, QueueFiller, pci_address, why_no_kernels
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
-from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
+from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, inner_record
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 from tests.counts import for_each
@@ -61,6 +61,17 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
     return EventStamper(torch.cuda)
 
 
+def test_events_are_recorded_without_the_python_method_around_it() -> None:
+    """torch's own class has such a method; a class that wraps none is recorded by its own."""
+
+    class Wrapped(FakeEvent):
+        def record(self, stream: str) -> None:
+            raise AssertionError
+
+    assert "record" in vars(torch.cuda.Event)
+    assert inner_record(Wrapped) is vars(FakeEvent)["record"] is inner_record(FakeEvent)
+
+
 def test_the_processor_is_one_device_with_plain_facts() -> None:
     (facts,) = Cpu().available()
     assert (facts.kind, facts.index, facts.key, facts.accelerated) == ("cpu", 0, "cpu", False)
@@ -86,6 +97,25 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
         Cuda().captured(0, lambda: None)
     with pytest.raises(CannotCapture, match="cannot be replayed"):
         Cpu().captured(0, lambda: None)
+
+
+def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many launches as cover the time; spins where it is shorter than one, or where none could be captured."""
+    done: list[float | str] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", done.append)
+    fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), None]
+    monkeypatch.setattr(Cuda, "_fillers", {})
+    monkeypatch.setattr(Cuda, "_make_filler", lambda self, index: fillers.pop(0))
+    for index in (0, 1):
+        for seconds in (1.2e-3, 0.1e-3):
+            Cuda().occupy(index, seconds)
+    assert done == ["products", "products", "products", 300_000, 3_600_000, 300_000]
+
+
+def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch has no CUDA, which stands for a GPU without memory, and for one without graphs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert Cuda()._make_filler(0) is None
 
 
 def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ LAZY = HEAVY | {
     "shtab",
     "submitit",
     "tensorboard",
+    "deep_gemm",
     "torchao",
     "transformer_engine",
     "wandb",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
@@ -11,13 +13,34 @@ from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.rounds import REPLAY_ROUNDS, ReplayPass
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
-from fp8bench.model.raw import Filling
+from fp8bench.model.raw import Filling, RawStep
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from fp8bench.report.words.naming import replays_of
 from tests.counts import for_each
-from tests.fakes import CPU, GPU, MS, FakeWorker, Fault, Script, arm, by_mode, group, lasting, planned
+from tests.fakes import (
+    CAST,
+    CPU,
+    GEMM,
+    GPU,
+    MS,
+    UNATTRIBUTED,
+    FakeWorker,
+    Fault,
+    Script,
+    arm,
+    by_mode,
+    group,
+    lasting,
+    planned,
+    record,
+)
 
 STATIC = replace(planned("fp8").case, static=StaticScales(8, refresh=4))
+ROTATING = planned("fp32", cache="rotating")
+LOADING = replace(
+    arm("fp32", facts=GPU), planned=replace(ROTATING, case=replace(ROTATING.case, workload="transformer"))
+)
 RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=STATIC))
 
 
@@ -50,6 +73,21 @@ def test_cases_take_turns_in_replays() -> None:
     assert worker.restarts == 0
 
 
+def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
+    """Seconds by phase, the same phase added up; none where it fails, which costs no figure of the other graph."""
+    marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
+    found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
+    assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
+    words = replays_of(replace(record("fp8"), replays=found["fp8"]))
+    assert words == "phases of a replay: cast 50%, gemm 50%"
+    for error in (WorkerFault("RuntimeError", "no"), WorkerLost("it crashed")):
+        found, _ = replayed({"fp8": lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])})
+        assert found["fp8"].timing is not None and found["fp8"].phases == ()
+    rotating = replace(arm("fp32", facts=GPU), planned=ROTATING)
+    found, _ = replayed({"fp32": lasting(1, replay_phases=marked)}, rotating)
+    assert found["fp32"].timing is not None and found["fp32"].phases == ()
+
+
 def test_what_replays_leave_out_is_kept() -> None:
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
@@ -69,7 +107,10 @@ def test_who_is_not_captured_says_why() -> None:
     assert found["bf16"] == Replays(None, "it waits for a value of the device")
     assert found["fp32"].timing is not None and worker.restarts == 1
     for untried, why in (
-        (arm("fp32", facts=GPU, cache="rotating"), "its states rotate, and each would need a replay of its own"),
+        (
+            LOADING,
+            "its states rotate, and its batches would have to be loaded between the steps of a replay",
+        ),
         (RENEWED, "its scales are renewed every so many steps, which the host counts"),
     ):
         found, worker = replayed({untried.planned.case.mode: lasting(1)}, untried)

@@ -18,10 +18,25 @@ from hypothesis import strategies as st
 from fp8bench.analysis.verdicts import conclude, is_decided
 from fp8bench.measure.arm import STATES, MeasuredArm
 from fp8bench.measure.rounds import Judge, Orders, RoundSession
+from fp8bench.measure.slots import segment
 from fp8bench.model import Level, SlotSample, Timing, Work
+from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.counts import for_each
-from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Script, arm, gemm_steps, lasting, planned
+from tests.fakes import (
+    CAST,
+    CPU,
+    GEMM,
+    GPU,
+    MS,
+    UNATTRIBUTED,
+    FakeWorker,
+    Script,
+    arm,
+    gemm_steps,
+    lasting,
+    planned,
+)
 
 EMULATED = Level.EMULATED
 FOREVER = StoppingRule(least=16, budget=1e9, ceiling=1e9)
@@ -379,3 +394,16 @@ def test_orders_are_drawn() -> None:
     assert len(blocks) > 60
     firsts = Counter(drawn(2, 1, seed)[0][0] for seed in range(200))
     assert min(firsts.values()) > 60
+
+
+def test_steps_without_marks_have_the_proportions_of_the_one_before() -> None:
+    """Their own time is kept to the nanosecond; phases are those of marked steps."""
+    one = arm("fp8", facts=GPU)
+    marked = RawStep((UNATTRIBUTED, CAST, GEMM), (10, 30, 60))
+    one.calibrated, one.segmentation = marked, segment(marked.codes, marked.intervals_ns)
+    bare = [RawStep((UNATTRIBUTED,), (total,)) for total in (200, 77)]
+    other = RawStep(marked.codes, (0, 50, 50))
+    one.add(RawSlot((marked, *bare, other, bare[1]), 1.0, 1.0, 0.0), 0)
+    calls = one.slots[0].calls_ns
+    assert calls == ((10, 30, 60), (20, 60, 120), (7, 23, 47), (0, 50, 50), (0, 39, 38)) and not one.varying
+    assert [sum(call) for call in calls] == [100, 200, 77, 100, 77]

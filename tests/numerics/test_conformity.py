@@ -11,10 +11,11 @@ from fp8bench.formats.grids import E4M3, E5M2, TF32, Format, Overflow
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import Accumulator, Scaling
 from fp8bench.formats.scaled import values
-from fp8bench.model import Level
+from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
     ConformitySums,
+    are_short_sums,
     explain_cast,
     explain_product,
     kept_bits,
@@ -23,11 +24,13 @@ from fp8bench.numerics.conformity import (
     steps_between,
 )
 from fp8bench.numerics.products import PROMOTION, short_product, unit_sums
-from fp8bench.protocols import Role
+from fp8bench.protocols import Operand, Role
 from fp8bench.registry import precisions
+from fp8bench.worker.conformity import _Compared
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.facts import B200, CPU, H200, gpu
 
+L4 = gpu("NVIDIA L4", (8, 9))
 SIZE, LONG = 64, 512
 Made = Callable[[Tensor, Tensor], Tensor]
 
@@ -285,6 +288,56 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
                 assert maker is not makers[0]
                 continue
             assert looks_like(product, name, known) == ""
+
+
+def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
+    """Sums of 14 bits and more are short sums; sums of 10 bits, a lost product and a wrong scale are not."""
+    a, b = (tensor.double() for tensor in fp8(*sources()))
+    sums = ConformitySums(a, b, torch.float32)
+    for bits, short in ((22, True), (14, True), (10, False)):
+        assert are_short_sums(short_product(a.float(), b.float(), Accumulator.SHORT, bits), sums) is short
+    lost = (a[:, 1:] @ b[:, 1:].t()).float()
+    for wrong in (lost, torch.zeros(M, N), 1.05 * sums.exact.float(), torch.full((M, N), torch.nan)):
+        assert not are_short_sums(wrong, sums)
+
+
+class _Summing:
+    """torch's codes of fp8, multiplied in sums of so many bits, or without the first product."""
+
+    def __init__(self, bits: int, forgets: bool) -> None:
+        self._native = precisions.get("fp8").native(CPU).layer("conform")  # type: ignore[attr-defined]
+        self._bits, self._first = bits, int(forgets)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._native, name)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        first, second = (self._native.restore(operand, torch.float32)[:, self._first :] for operand in (a, b))
+        return short_product(first, second, Accumulator.SHORT, self._bits).to(dtype)
+
+
+@for_each(
+    ("device", "bits", "forgets", "kind"),
+    [
+        (L4, 16, False, Difference.SHORT_SUMS),
+        (B200, 14, False, Difference.SHORT_SUMS),
+        (H200, 16, False, Difference.ACCUMULATION),
+        (L4, 24, True, Difference.UNEXPLAINED),
+        (L4, 9, False, Difference.ACCUMULATION),
+    ],
+)
+def test_units_that_nobody_knows_may_sum_as_short_as_hoppers(
+    device: DeviceFacts, bits: int, forgets: bool, kind: Difference
+) -> None:
+    """So no speed is withheld on an L4 or B200. Hopper's units are known, and are held to their bits."""
+    precision = precisions.get("fp8")
+    compared = _Compared(
+        precision, lambda: _Summing(bits, forgets), lambda: precision.arithmetic(CPU).layer("conform"), device, 0
+    )  # type: ignore[arg-type, return-value]
+    compared._device = "cpu"
+    long_sums = [case.difference for case in compared._product("forward", 128, 128, 1024)]
+    conforms = all(difference is not None and difference.conforms for difference in long_sums)
+    assert kind in long_sums and conforms == (kind is Difference.SHORT_SUMS)
 
 
 def test_units_are_told_by_their_bits_alone() -> None:

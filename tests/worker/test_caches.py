@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from fp8bench.analysis.labels import hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
-from fp8bench.model import Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
 from fp8bench.model.raw import Filling, RawSlot, Settings
 from fp8bench.numerics.operands import transfer
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
@@ -243,6 +243,108 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert len(graphs) == 1
     bench.release("key")
     assert not graphs  # what was captured goes with the state, and its memory with it
+
+
+def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch steps each state once, and a step counts as their mean; not where all states stay in the cache."""
+
+    def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        step()
+        return lambda: setattr(self, "free", self.free + 28_000)
+
+    monkeypatch.setattr(Queue, "captured", captured)
+    bench.prepare("key", case("rotating", "queue:0"), replace(QUEUE, cache_bytes=64 * KIB))
+    Watched.steps.clear()
+    assert bench.capture("key") == ""
+    assert Watched.steps[-4:] == [0, 1, 2, 3]
+    slot = bench.replay("key", 12, 1, Filling(3, 60.0))
+    assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3
+    bench.release("key")
+    monkeypatch.setattr(prepared, "MOST_STATES", 2)
+    bench.prepare("key", case("rotating", "queue:0"), replace(QUEUE, cache_bytes=64 * KIB))
+    assert bench.capture("key") == f"its 2 states have {64 * KIB} bytes, and fit the last cache of {64 * KIB}"
+
+
+def test_fewer_steps_are_marked_where_stamps_take_more_than_their_share(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 50 us with two stamps in between: 0.5% are 125 ns a stamp."""
+
+    def step(self: Watched, state: Held, phase: Phases) -> None:
+        with phase.gemm:
+            assert Queue.last is not None
+            Queue.last.work()
+
+    monkeypatch.setattr(Watched, "step", step)
+    marked = {}
+    for nanoseconds in (100, 300, 1e6):
+        monkeypatch.setattr(prepared, "stamp_cost", lambda device, index, cost=nanoseconds: cost * 1e-9)
+        bench.prepare("key", case(device="queue:0"), QUEUE)
+        for _ in range(2):  # the first slot shows what its steps take
+            slot = bench.slot("key", 40, 0, Filling(40, 60.0))
+        marked[nanoseconds] = [number for number, step in enumerate(slot.steps) if len(step.codes) > 1]
+        assert all(abs(step.seconds - 50e-6) < 1e-9 for step in slot.steps)
+        bench.release("key")
+    assert marked == {100: list(range(40)), 300: list(range(0, 40, 3)), 1e6: [0, 32]}
+
+
+def test_marks_share_stamps_in_suites_whose_launches_are_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device to which work is enqueued, and not where a suite of a user's may launch kernels by itself."""
+
+    def step(self: Watched, state: Held, phase: Phases) -> None:
+        with phase.cast:
+            pass
+        with phase.gemm:
+            pass
+
+    monkeypatch.setattr(Watched, "step", step)
+    counts = []
+    for module, facts in (("tests.own", QUEUE), ("fp8bench.workloads.own", QUEUE), ("fp8bench.workloads.own", FACTS)):
+        monkeypatch.setattr(Watched, "__module__", module)
+        bench.prepare("key", case(device=facts.key), facts)
+        counts.append(len(bench.slot("key", 1, 0).steps[0].codes))
+        bench.release("key")
+    assert counts == [5, 4, 5]
+
+
+def test_a_graph_with_marks_takes_its_stamps_in_each_replay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest replay counts; a device whose events cannot be captured has none."""
+
+    def step(self: Watched, state: Held, phase: Phases) -> None:
+        with phase.gemm:
+            pass
+
+    class Captured(HostStamper):
+        """Stamps are places; what a replay writes there is read afterwards."""
+
+        times: ClassVar[list[int]] = []
+
+        def source(self) -> Callable[[], Any]:
+            Captured.times.clear()
+            return lambda: Captured.times.append(0) or len(Captured.times) - 1  # type: ignore[func-returns-value]
+
+        def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+            return super().intervals_ns([Captured.times[stamp] for stamp in stamps])
+
+    replays = iter(range(900, 100, -10))
+
+    def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        step()
+
+        def replay() -> None:
+            length = next(replays)
+            Captured.times[:] = [0, 10, 10 + length, 20 + length]
+
+        return replay
+
+    monkeypatch.setattr(Watched, "step", step)
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    assert bench.replay_phases("key") is None
+    monkeypatch.setattr(Queue, "captured", captured)
+    monkeypatch.setattr(Queue, "captured_stamper", lambda self, index: Captured())
+    marked = bench.replay_phases("key")
+    assert marked is not None and marked.intervals_ns == (10, 810, 10)
+    assert [CELL_PHASES[code] for code in marked.codes] == ["unattributed", "gemm", "unattributed"]
 
 
 def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

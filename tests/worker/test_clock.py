@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import segment
@@ -16,7 +17,7 @@ from fp8bench.model.raw import Filling
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock, calibrate
+from fp8bench.worker.clock import PhaseClock, calibrate, marks_of_step
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State
 from fp8bench.worker.step_guards import Running
@@ -77,6 +78,57 @@ def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
         "gemm",
         "cast",
     )
+
+
+def two_phases(phase: Any) -> None:
+    with phase.cast:
+        pass
+    with phase.gemm:
+        pass
+
+
+def test_a_phase_begins_at_the_stamp_of_the_one_before(clock: PhaseClock) -> None:
+    """Only in the places that were counted; a step with other marks ends the sharing for good."""
+    clock.share([CODE["cast"], ~CODE["cast"], CODE["gemm"], ~CODE["gemm"]], [2])
+    for _ in range(2):
+        clock.begin()
+        two_phases(clock)
+        found = clock.end()
+        assert found[0] == codes("unattributed", "cast", "gemm", "unattributed") and len(found[1]) == 5
+        clock.begin()  # a step whose phases are not marked
+        assert clock.end()[0] == codes("unattributed")
+    clock.begin()
+    two_phases(clock)
+    with clock.elementwise:
+        pass
+    longer = clock.end()
+    assert len(longer[1]) == len(longer[0]) + 1 == 7
+    clock.begin()
+    two_phases(clock)
+    assert clock.end()[0] == codes("unattributed", "cast", "unattributed", "gemm", "unattributed")
+
+
+def test_only_marks_without_a_launch_between_share_a_stamp() -> None:
+    """A view launches nothing; a sum between two phases is unattributed time, which must not move into one."""
+    x = torch.ones(8, 8)
+
+    def step(phase: Any) -> None:
+        y = x + 1
+        with phase.cast:
+            z = x.to(torch.bfloat16)
+        z = z.t().view(8, 8)[:4]
+        with phase.gemm:
+            z @ z.t()
+        y.sum()
+        with phase.elementwise:
+            y.relu()
+        with phase.elementwise, phase.cast:
+            pass
+
+    notes, begins = marks_of_step(step)
+    names = ["cast", "gemm", "elementwise", "elementwise"]
+    assert [CELL_PHASES[note] for note in notes if note >= 0] == [*names, "cast"]
+    assert begins == [2, 6]
 
 
 def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:

@@ -12,9 +12,9 @@ from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup
 from fp8bench.registry import devices, workloads
-from fp8bench.worker import prepared
+from fp8bench.worker import held_phase as held_phase_module
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.prepared import held_phase
+from fp8bench.worker.held_phase import held_phase
 from tests.counts import sampled
 from tests.workloads.steps import CPU, SMALL, marks, setup_of
 
@@ -29,7 +29,7 @@ NO_LOAD = "its data are loaded by code of its suite, which has no `load` that do
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", TINY)
-    monkeypatch.setattr(prepared, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(held_phase_module, "WARM_SECONDS", 0.0)
 
 
 def check(setup: Setup) -> dict[str, str]:

@@ -7,10 +7,11 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import combinations
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import files
+from fp8bench.devices.cpu import Cpu
 from fp8bench.model import Case
 from fp8bench.protocols import Phases, Setup
+from fp8bench.worker import untimed_passes
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
 from fp8bench.worker.tracing import STEPS, WARM_UPS, cut_overlaps, write
@@ -49,6 +52,42 @@ def stepping(script: Script) -> Callable[[Step], Case]:
 def read(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
     return found
+
+
+class Collected(Cpu):
+    """A device whose ranges go into a list, between the profiler's start and stop."""
+
+    log: ClassVar[list[str]] = []
+
+    @contextmanager
+    def collecting(self, index: int) -> Iterator[Callable[[str], AbstractContextManager[object]]]:
+        self.log.append("start")
+        yield self.range
+        self.log.append("stop")
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        self.log.append(f"{name} [")
+        yield
+        self.log.append("]")
+
+
+def test_a_profiler_around_the_process_sees_one_slot_with_its_phases(
+    bench: Bench, stepping: Callable[[Step], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm-up steps come before the profiler collects."""
+
+    def step(phase: Phases) -> None:
+        Collected.log.append("step")
+        with phase.cast:
+            pass
+
+    case = stepping(step)
+    monkeypatch.setattr(untimed_passes.devices, "get", lambda kind: Collected())
+    Collected.log.clear()
+    bench.mark_slot(case, CPU)
+    one = [part for number in range(STEPS) for part in (f"step {number} [", "step", "fp8bench.cast [", "]", "]")]
+    assert Collected.log == [*["step"] * WARM_UPS, "start", f"{case.id} [", *one, "]", "stop"]
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import Level, Request, Scalar
-from fp8bench.nn.sizes import MODELS, PRODUCTS
+from fp8bench.nn.sizes import MODELS, PRODUCTS, model_products
 from fp8bench.numerics import products
 from fp8bench.numerics.distributions import laid_out
 from fp8bench.plan.make import make_plan
@@ -34,6 +34,7 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
         ("1x2048x512", "1x2048x512"),
         ("007", "7x7x7"),
         ("llama3-8b", "llama3-8b"),
+        ("hidden:64/ffn:128/heads:2", "hidden:64/ffn:128/heads:2"),
         (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"),
         ("sweep", "sweep"),
         ("sweep:nk", "sweep:nk"),
@@ -62,6 +63,7 @@ def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
         "٣",
         str(LARGEST + 1),
         "gpt3",
+        "hidden:64/ffn:128/heads:x",
     ],
 )
 def test_shapes_that_cannot(text: str) -> None:
@@ -125,8 +127,40 @@ def test_the_shapes_of_models_are_those_of_their_papers() -> None:
     assert MODELS["gpt2"]["qkv"] == (3 * 768, 768)
     assert MODELS["llama3-8b"]["qkv"] == (4096 + 2 * 8 * 128, 4096)
     assert MODELS["llama3-70b"]["gate_up"] == (2 * 28672, 8192)
+    assert MODELS["qwen3-32b"]["qkv"] == ((64 + 2 * 8) * 128, 5120) and MODELS["qwen3-32b"]["out"] == (5120, 8192)
+    assert MODELS["qwen2.5-7b"]["qkv"] == (3584 + 2 * 4 * 128, 3584)
     assert MODELS["deepseek-v3"]["q_a_kv_a"] == (1536 + 512 + 64, 7168)
     assert MODELS["deepseek-v3"]["kv_b"] == (128 * (128 + 128), 512)
+
+
+def test_sizes_give_the_products_of_the_model_that_they_describe() -> None:
+    sizes = "hidden:4096/ffn:14336/heads:32/kv:8/tokens:100"
+    described, named = expand(sizes), expand("llama3-8b", tokens=100)
+    sides = [[(case["m"], case["n"], case["k"], case["product"]) for case in cases] for cases in (described, named)]
+    assert sides[0] == sides[1] and described[0]["layer"] == f"{sizes}/qkv"
+    assert model_products("hidden:5120/ffn:25600/heads:64/kv:8/head:128").features == MODELS["qwen3-32b"]
+
+
+@for_each(
+    ("text", "words"),
+    [
+        ("hidden:64/ffn:128", "need heads:N"),
+        ("hidden:64/ffn:128/heads:3", "3 heads do not divide hidden:64"),
+        ("hidden:64/ffn:128/heads:2/layers:3", "'layers:3' is not one of hidden:N, ffn:N"),
+        ("hidden:64/hidden:64/ffn:128/heads:2", "each once"),
+        ("hidden:0/ffn:128/heads:2", "from 1 to"),
+    ],
+)
+def test_sizes_that_are_no_model_are_refused_in_words(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_shape(text)
+
+
+def test_a_model_may_be_asked_for_by_that_name() -> None:
+    """`--set model=` adds to `--set shape=`, and neither brings the shapes that are measured without both."""
+    asked = Request("gemm", axes=(("model", ("gpt2",)), ("shape", ("8",)), ("product", ("forward",))))
+    layers = [dict(group.cases[0].case.params).get("layer") for group in make_plan(asked, [CPU]).groups]
+    assert layers == [None, "gpt2/qkv", "gpt2/out", "gpt2/up", "gpt2/down"]
 
 
 def test_operands_are_cast_in_every_step_or_once_before_it() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +18,13 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
-from fp8bench.model.request import HOW, WHAT, whole_number
+from fp8bench.model.request import HOW, NVTX, PROFILERS, WHAT, whole_number
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
@@ -124,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
+    if request.trace in PROFILERS:
+        return _run_under(request.trace, arguments.dry_run)
     # 3. A dry run plans without measuring.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
@@ -152,6 +158,27 @@ def run(arguments: argparse.Namespace) -> int:
 
     several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
     return measure_and_tell(request, arguments, several)
+
+
+# Both record nothing outside of the marked slots; a report a slot, named by the process.
+_PROFILER_WORDS = {
+    "nsys": "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat --output=fp8bench-%p",
+    "ncu": "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p",
+}
+
+
+def _run_under(profiler: str, prints_only: bool) -> int:
+    """Runs this command again under a profiler, or prints how; its run goes to another store, as its times are
+    distorted."""
+    words = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
+    own = [word for word in sys.argv[1:] if word != "--dry-run"]
+    words += [sys.executable, "-m", "fp8bench", *own, "--trace", NVTX, "--store", f"fp8bench-{profiler}"]
+    if prints_only:
+        say(shlex.join(words))
+        return EXIT_OK
+    if shutil.which(profiler) is None:
+        raise UsageError(f"{profiler} is not installed here. Install it, or run this where it is: {shlex.join(words)}")
+    return subprocess.call(words)
 
 
 def measure_and_tell(

@@ -27,6 +27,7 @@ from fp8bench.report.words.naming import join_words
 _LEGEND = (
     "order: every element is what the same products give when they are summed in another order; it conforms",
     "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; it conforms",
+    "short-sums: the same where nobody knows this GPU's units: no further off than sums of 14 bits; it conforms",
     "rounding: each is a neighbour of the exact result, but not always the nearest one",
     "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
     "layout: rows, columns or a whole operand stand in another place; scale: a factor that should not be there",
@@ -151,7 +152,7 @@ _MODES: tuple[Col[ModeConformity], ...] = (
     Col("compared", lambda mode: _count(mode.found, *Difference), number=True),
     Col("same bits", lambda mode: _count(mode.found, Difference.NONE), number=True),
     Col("order", lambda mode: _count(mode.found, Difference.ORDER), number=True),
-    Col("units", lambda mode: _count(mode.found, Difference.UNITS), number=True),
+    Col("units", lambda mode: _count(mode.found, Difference.UNITS, Difference.SHORT_SUMS), number=True),
     Col("not the same", lambda mode: _count(mode.found, *_WRONG), True, tone=lambda mode: _tone(mode.conforms)),
     Col("not done", lambda mode: _count(mode.found, None), number=True),
 )

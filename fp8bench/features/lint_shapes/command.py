@@ -72,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 every product fits as it is on some of the devices, in every mode; 2 wrong usage; 3 some "
         "product fits on none."
     )
-    words = "gpt2, llama3-8b, llama3-70b, deepseek-v3, a size of the suite transformer, or MODULE:FUNCTION of your own"
+    words = f"{', '.join(models())}, or MODULE:FUNCTION of your own"
     parser.add_argument("name", metavar="MODEL", help=words)
     words = "rows of a known model's activations; default 8192, or those of a transformer's step"
     parser.add_argument("--tokens", type=types.whole(whole_number(1)), metavar="N", help=words)

@@ -8,7 +8,7 @@ from itertools import chain
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Timing
-from fp8bench.model.run import SWITCHES_SET
+from fp8bench.model.run import MARKS_SHARE, SWITCHES_SET
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, Texts, Tone
 from fp8bench.report.page.section import Entry, Material, section
@@ -129,10 +129,30 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
         if mode := fact(run, f"{key} {name}"):
             modes.append(f"{word} {mode}")
     yield f"modes {key}", ", ".join(modes)
+    yield f"phase marks {key}", _marks_cost(run, key)
     source = fact(run, f"{key} energy_source")
     if source not in ("", NO_SOURCE):
         often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
         yield f"energy {key}", f"{source}{often}"
+
+
+def _marks_cost(run: Run, key: str) -> str:
+    """Returns what stamps take of a GPU's steps, at most and with the case; '' on a CPU."""
+    overheads = dict(run.overheads).get(key)
+    if overheads is None or overheads.event_pair is None:
+        return ""
+    shares = []
+    for record in run.records:
+        timing = record.timing
+        calls = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
+        if timing is not None and record.case.device == key and calls:
+            stamps = sum(count for _, count in timing.entries) - 1
+            shares.append((1e9 * overheads.stamp_cost * stamps / max(1, min(calls)), record.case.mode))
+    if not shares:
+        return ""
+    share, mode = max(shares)
+    spaced = f", so that not every step of it is marked (above {MARKS_SHARE:.1%})" if share > MARKS_SHARE else ""
+    return f"at most {share:.2%} of a step ({mode}){spaced}"
 
 
 def _with(text: str, word: str, more: str) -> str:

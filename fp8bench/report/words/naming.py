@@ -78,7 +78,14 @@ def replays_of(record: Record) -> str:
         return ""
     if replays.why:
         return f"not replayed: {replays.why}"
-    return replays.loaded and f"replayed without loading {replays.loaded}, which lie on the device when a replay begins"
+    words = []
+    if replays.loaded:
+        words.append(f"replayed without loading {replays.loaded}, which lie on the device when a replay begins")
+    if replays.phases:
+        total = sum(seconds for _, seconds in replays.phases)
+        shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in replays.phases)
+        words.append(f"phases of a replay: {shares}")
+    return "; ".join(words)
 
 
 def when(run: Run) -> str:
