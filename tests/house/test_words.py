@@ -1,0 +1,71 @@
+"""One thing has one word in terminal, page, CSV and docs: the glossary lists it, and what is not used for it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench.model import Label, Verdict
+from fp8bench.report.data import run as csv_columns
+from tests.house.sources import ROOT, tree_of
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+# Calls whose texts a reader sees as the name of something: columns, and titles of tables, parts and sections.
+NAMING = {"Col", "Column", "Field", "Part", "Chart", "Panel", "Metric", "Figure", "section", "table", "list_of", "spec"}
+
+
+def words_of_the_glossary() -> dict[str, list[str]]:
+    """Each word that is used nowhere for a thing, and the glossary's words for it."""
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY.partition("## One word for one thing")[2], re.MULTILINE
+    )
+    replaced: dict[str, list[str]] = {}
+    for word, synonyms in rows[1:]:
+        for synonym in synonyms.split(", "):
+            replaced.setdefault(synonym.strip(), []).append(word.strip())
+    return replaced
+
+
+def names_that_readers_see() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "fp8bench").rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in NAMING:
+                for argument in [*node.args[:2], *(keyword.value for keyword in node.keywords)]:
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                        yield f"{path.relative_to(ROOT)}:{argument.lineno}", argument.value
+    for word in (*Label, *Verdict, *csv_columns._CASE_COLUMNS, *csv_columns._FIGURE_COLUMNS):
+        yield "a label, verdict or column of CSV", str(word)
+
+
+def find_synonyms(text: str, replaced: dict[str, list[str]]) -> list[str]:
+    """The synonyms in a text, with the word to write instead. `code` and identifiers with _ are names, not words."""
+    plain = re.sub(r"`[^`]*`|\S*_\S*|--\S+", " ", text.lower())
+    found = re.findall(rf"\b({'|'.join(map(re.escape, replaced))})s?\b", plain)
+    return [f"{synonym!r}: write {' or '.join(replaced[synonym])}" for synonym in found]
+
+
+@pytest.mark.slow
+def test_columns_titles_and_labels_use_the_words_of_the_glossary() -> None:
+    replaced, names = words_of_the_glossary(), list(names_that_readers_see())
+    assert len(replaced) > 20 and len(names) > 500
+    wrong = [f"{place}: {name!r}: {fault}" for place, name in names for fault in find_synonyms(name, replaced)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_synonym_is_found_as_a_word() -> None:
+    replaced = {"iteration": ["step", "round"]}
+    assert find_synonyms("Time of an Iteration", replaced) == ["'iteration': write step or round"]
+    assert find_synonyms("iterations", replaced)
+    assert not find_synonyms("reiterations, `iteration`, max_iteration, --iteration", replaced)
+
+
+def test_the_words_of_the_table_are_explained() -> None:
+    """A word that stands for something is in one of the glossary's other tables, too."""
+    explained = set()
+    for row in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY, re.MULTILINE):
+        explained.update(word.strip() for word in row.split(","))
+    used = {word for words in words_of_the_glossary().values() for word in words}
+    assert used <= explained
