@@ -75,7 +75,7 @@ print(json.dumps({{name: measure(getattr(planted, name)) for name in {names}}}))
 """
 PYPERF = """
 import planted, pyperf
-runner = pyperf.Runner(values=3, processes=5)
+runner = pyperf.Runner(values=5, processes=3)
 x, w = planted.inputs("cpu", 0)
 for name in {names}:
     runner.bench_func(name, getattr(planted, name), x, w)
@@ -153,12 +153,12 @@ def compare_by_asv(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
-    """By the t-test of `pyperf compare_to`, whose ratio is that of means. Five processes share the seconds."""
+    """By the t-test of `pyperf compare_to`, whose ratio is that of means. Three processes share the seconds."""
     import pyperf
     from pyperf._compare import is_significant
 
     (folder / "timed.py").write_text(PYPERF.format(names=[REFERENCE, *PLANTED]))
-    value = seconds / 5 / 5  # a process warms up, calibrates and takes three values
+    value = seconds / 3 / 5  # each process takes five values
     ran(
         (sys.executable, "timed.py", "-o", "pyperf.json", "--min-time", str(value), "--copy-env"),
         folder,
@@ -203,17 +203,13 @@ TOOLS: dict[str, tuple[str, Callable[[Path, float], dict[str, Answer]]]] = {
 }
 
 
-def installed() -> list[str]:
-    return [name for name, (module, _) in TOOLS.items() if find_spec(module)]
-
-
-def show_detection(trials: int, seconds: float) -> None:
+def show_detection(tools: list[str], trials: int, seconds: float) -> None:
     for side in SIDES:
         with scratch() as folder:
             step = plant(folder, side)
             title = f"\ndetection: product of {side}, {1e3 * step:.2f} ms a call, {seconds:g} s a function"
             table = Table(title, "false alarms", "1%", "2.5%", "5%", "spread of A/A", "wall s", name=24)
-            answers: dict[str, list[dict[str, Answer]]] = {name: [] for name in installed()}
+            answers: dict[str, list[dict[str, Answer]]] = {name: [] for name in tools}
             spent = dict.fromkeys(answers, 0.0)
             for _ in range(trials):  # tools take turns, so that all see the same hours of the machine
                 for name in answers:
@@ -317,10 +313,12 @@ def main() -> None:
         trials=(10, "trials of each tool at each size"),
         seconds=(2.0, "seconds for each function in a trial"),
         only=(",".join((*PARTS, "detection")), "parts to measure"),
+        tools=(",".join(TOOLS), "tools whose detection is measured; those that are not installed are left out"),
     )
+    tools = [name for name in chosen.tools.split(",") if find_spec(TOOLS[name][0])]
     for name in chosen.only.split(","):
         if name == "detection":
-            show_detection(chosen.trials, chosen.seconds)
+            show_detection(tools, chosen.trials, chosen.seconds)
         else:
             PARTS[name]()
 
