@@ -69,3 +69,42 @@ def test_the_words_of_the_table_are_explained() -> None:
         explained.update(word.strip() for word in row.split(","))
     used = {word for words in words_of_the_glossary().values() for word in words}
     assert used <= explained
+
+
+# Turns of phrase at which fresh readers stopped. A hit is a place to look, not a fault: their number may fall only.
+IDIOMS = (
+    r"(?:^|[.:;!?] )(?:Of (?!course)|By (?!default))[a-z`]",
+    r"\b[Ss]o (?:many|much|long|few|often|far)\b(?! (?:that|as\b))",
+    r"(?:^|[.;:] )(?:What|Whose|That which|Those|That of|Whoever)\b(?![^.]*\?)",
+    r"\bof (?:its|their|your|one's|a) own\b|one's own\b|(?:its|their) own(?=[,.;:)])",
+    r"\b(?:is|are|was|were) (?:no (?!longer|more\b)|none\b)|\b[Nn]othing of\b|\bnone of (?:its|a)\b",
+    r"\b(?:says?|said|tells?|told|telling|saying)\b(?<!cannot tell)",
+    r"\b(?:stands?|stood|lies?|lay|lying) (?:in|at|on|under|behind|beside|between|once|with|before)\b",
+    r"\b(?:beside|anew|once more|meanwhile|unasked|likewise|all the same)\b|, too[.;,]",
+    r"\bas (?:it|they|these) (?:is|was|are|were|came|stands?|lies?)\b",
+    r"\b(?:is|are|be|was|has|had|of|to|in|with) (?:another|other ones|the other one)\b",
+)
+MOST_IDIOMS = 190
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs of a page of Markdown without its blocks of code, each on one line."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(paragraph.split()) for paragraph in prose.split("\n\n")]
+
+
+def test_pages_do_not_return_to_idioms() -> None:
+    pages = [
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")),
+    ]
+    texts = [text for page in pages for text in paragraphs(page.read_text())]
+    hits = sum(len(re.findall(rule, text)) for rule in IDIOMS for text in texts)
+    assert hits <= MOST_IDIOMS, f"{hits} turns of phrase that make readers read twice, at most {MOST_IDIOMS} allowed"
+
+
+def test_an_idiom_is_found_in_prose_and_not_in_code() -> None:
+    (prose, *_) = paragraphs("It says\nso.\n\n```sh\nit says so\n```\n")
+    assert prose == "It says so." and sum(bool(re.search(rule, prose)) for rule in IDIOMS) == 1
+    assert not any("says" in text for text in paragraphs("```sh\nit says so\n```\n"))
+    assert not any(re.search(rule, "The verdict is cannot tell.") for rule in IDIOMS)
