@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fp8bench
 from tests.commands import git
@@ -238,3 +239,18 @@ def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Pat
     )
     assert done.returncode == code and ("::warning::" in done.stdout) == warned
     assert page in (tmp_path / "summary.md").read_text()
+
+
+def test_files_that_only_github_reads_are_well_formed() -> None:
+    """Forms have fields, dependabot and pre-commit name what exists, and the citation names this version."""
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        form = yaml.safe_load(path.read_text())
+        identifiers = [field["id"] for field in form["body"]]
+        assert form["name"] and form["description"] and len(set(identifiers)) == len(identifiers) > 1
+        assert all(field["attributes"]["label"] for field in form["body"])
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    assert all((ROOT / update["directory"].lstrip("/")).is_dir() for update in updates)
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    named = {word for hook in local["hooks"] for word in hook["entry"].split() if "/" in word}
+    assert named and all((ROOT / word).is_file() for word in named)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == fp8bench.__version__

@@ -77,8 +77,8 @@ SHOWN = [
     for line in getattr(command_module(name), "EXAMPLES", ())
     for arguments in command_lines(line)
 ]
-# Options of asv and of `python -m suites.verdicts`, which pages name without the command.
-OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained"}
+# Options of asv, pytest-benchmark and of `python -m suites.verdicts`, which pages name without the command.
+OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained", "--benchmark-compare-fail"}
 
 
 def test_the_two_commands_stand_in_the_readme() -> None:
