@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "site"
 # What a newcomer reads first, and what is to be known beside the commands; every other page is one of these.
 FIRST = ("tutorial", "how-to", "suites", "precisions")
-BACKGROUND = ("method", "glossary", "formats", "run-format", "gpu", "status")
+BACKGROUND = ("method", "performance", "glossary", "formats", "run-format", "gpu", "status")
 CONFIG: dict[str, Any] = {
     "project": "fp8bench", "release": __version__, "extensions": ["myst_parser"], "html_theme": "furo",
     "html_title": f"fp8bench {__version__}", "myst_heading_anchors": 4, "html_show_sourcelink": False,

@@ -6,20 +6,24 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+import fp8bench
 from tests.commands import git
 from tests.counts import for_each
 from tests.workflows import faults, load, name_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".github" / "workflows"
-CI, NIGHTLY, MATRIX = FOLDER / "ci.yml", FOLDER / "gpu-nightly.yml", FOLDER / "nightly.yml"
+CI, NIGHTLY, PUBLISH = FOLDER / "ci.yml", FOLDER / "gpu-nightly.yml", FOLDER / "publish.yml"
+WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 
 
-@for_each("path", sorted(FOLDER.glob("*")), ids=lambda path: path.name)
+@for_each("path", WORKFLOWS, ids=lambda path: path.name)
 def test_nothing_is_wrong(path: Path) -> None:
     """By all rules."""
     assert faults(load(path), path.read_text()) == []
@@ -28,7 +32,7 @@ def test_nothing_is_wrong(path: Path) -> None:
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
 def test_actionlint() -> None:
     """The linter itself, where it is there."""
-    done = subprocess.run(["actionlint", *map(str, (CI, NIGHTLY, MATRIX))], capture_output=True, text=True, check=False)
+    done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -42,10 +46,51 @@ def test_ci_does_what_readme_says() -> None:
     assert not any("self-hosted" in str(job["runs-on"]) for job in flow["jobs"].values())
     checkout = next(step for step in steps(flow) if "checkout" in step.get("uses", ""))
     assert checkout["with"]["persist-credentials"] == "false"
-    matrix = flow["jobs"]["test"]["strategy"]["matrix"]["python"]
-    assert set(matrix) == set(re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()))
+    declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    for job in (flow["jobs"]["test"], flow["jobs"]["package"], load(PUBLISH)["jobs"]["try"]):
+        assert job["strategy"]["matrix"]["python"] == declared
     torch = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert torch is not None and f"torch=={torch[1]} " in CI.read_text()
+    assert torch is not None
+    for path in WORKFLOWS:
+        assert set(re.findall(r"torch==(\S+)", path.read_text())) <= {torch[1]}, path.name
+
+
+def test_only_a_job_without_a_script_may_publish() -> None:
+    """It takes what another job built and a third one tried, for an environment that people have to approve."""
+    jobs = load(PUBLISH)["jobs"]
+    assert jobs["publish"]["needs"] == "try" and jobs["try"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["environment"] == "pypi"
+    assert not [step for step in jobs["publish"]["steps"] if "run" in step]
+    assert "secrets." not in PUBLISH.read_text()
+
+
+def test_a_release_knows_its_repository(tmp_path: Path) -> None:
+    """The tag has to be the version; links of README that work in a checkout work on PyPI, too."""
+    (tmp_path / "fp8bench").mkdir()
+    for name in ("pyproject.toml", "README.md", "fp8bench/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    scripts = {name_of(step): step.get("run", "") for step in steps(load(PUBLISH))}
+    environment = {
+        **os.environ,
+        "GITHUB_SERVER_URL": "https://forge.test",
+        "GITHUB_REPOSITORY": "people/fp8bench",
+        "GITHUB_REF_NAME": f"v{fp8bench.__version__}",
+    }
+
+    def run(script: str, **changed: str) -> int:
+        command = ["bash", "-eo", "pipefail", "-c", script]
+        return subprocess.run(command, cwd=tmp_path, env=environment | changed, check=False).returncode
+
+    assert run(scripts["the tag is the version"]) == 0
+    assert run(scripts["the tag is the version"], GITHUB_REF_NAME="v9.9.9") == 1
+    assert run(scripts["the addresses of this repository"]) == 0
+    home = "https://forge.test/people/fp8bench"
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Source"] == home and urls["Issues"] == f"{home}/issues"
+    links = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    assert len(links) > 20 and all(link.startswith(home) for link in links)
+    tag = f"v{fp8bench.__version__}"
+    assert f"{home}/raw/{tag}/docs/report.png" in links and f"{home}/blob/{tag}/docs/status.md" in links
 
 
 def test_nobody_elses_code_runs_at_night() -> None:
@@ -194,3 +239,18 @@ def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Pat
     )
     assert done.returncode == code and ("::warning::" in done.stdout) == warned
     assert page in (tmp_path / "summary.md").read_text()
+
+
+def test_files_that_only_github_reads_are_well_formed() -> None:
+    """Forms have fields, dependabot and pre-commit name what exists, and the citation names this version."""
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        form = yaml.safe_load(path.read_text())
+        identifiers = [field["id"] for field in form["body"]]
+        assert form["name"] and form["description"] and len(set(identifiers)) == len(identifiers) > 1
+        assert all(field["attributes"]["label"] for field in form["body"])
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    assert all((ROOT / update["directory"].lstrip("/")).is_dir() for update in updates)
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    named = {word for hook in local["hooks"] for word in hook["entry"].split() if "/" in word}
+    assert named and all((ROOT / word).is_file() for word in named)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == fp8bench.__version__

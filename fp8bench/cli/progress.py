@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.remaining_time import RemainingTime
@@ -24,10 +24,6 @@ from fp8bench.model import Case, Plan, Record, Scalar
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
 
-if TYPE_CHECKING:
-    from rich.live import Live
-
-
 REDRAW_SECONDS = 0.2
 # An estimate from less time would fluctuate.
 _LEAST_SECONDS = 3.0
@@ -35,6 +31,9 @@ _LEAST_SHARE = 0.05
 # Without a new line for 30 s a log looks as if the run hung. The thread checks this often.
 _SILENT_SECONDS, _BEAT_SECONDS = 26.0, 2.0
 _ERASE = "\r\x1b[2K"
+_CLEAR_SCREEN = "\x1b[2J\x1b[H"
+# Without wrapping the terminal itself cuts long lines, and knows how wide letters are.
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NOT_DRAWN = (0, 0)
 
@@ -80,7 +79,7 @@ class LiveBlock:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self._live: Live | None = None
+        self._height = 0
         self._size = _NOT_DRAWN
 
     @property
@@ -88,49 +87,36 @@ class LiveBlock:
         return _size(self._stream)[0] - 1
 
     def show(self, text: str) -> None:
-        """Shows these lines, cut at the edge of the terminal. They may be coloured."""
-        if self._stream is not None:
-            try:
-                self._draw(self._stream, text.rstrip("\n"))
-            except (OSError, ValueError):  # a closed terminal must not end the job
-                self._stream = self._live = None
-
-    def _draw(self, stream: TextIO, text: str) -> None:
-        from rich.text import Text
-
-        live = self._live or self._start_live(stream)
-        old_size, self._size = self._size, _size(stream)
-        live.console.size = self._size
-        # Text below the old lines is unknown after a resize.
-        if old_size not in (self._size, _NOT_DRAWN):
-            live.console.clear()
-        live.update(Text.from_ansi(text, no_wrap=True, overflow="crop"), refresh=True)
-
-    def _start_live(self, stream: TextIO) -> Live:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._live = Live(
-            console=Console(file=stream, force_terminal=True),
-            # No thread of rich may draw while a slot is timed.
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="crop",
-        )
-        self._live.start()
-        # rich hides the cursor, and a killed job would leave it hidden.
-        self._live.console.show_cursor(True)
-        return self._live
+        """Shows these lines, cut at the edges of the terminal. They may be coloured."""
+        old_size, self._size = self._size, _size(self._stream)
+        if old_size in (self._size, _NOT_DRAWN):
+            erased = self._erase()
+        else:
+            erased = _CLEAR_SCREEN
+        # The cursor stays in the last line: a line break there would scroll a full screen.
+        lines = text.rstrip("\n").split("\n")[: self._size[1]]
+        self._write(erased + _NO_WRAP + "\n".join(lines) + _WRAP)
+        self._height = len(lines)
 
     def close(self) -> None:
         """Erases the lines. May be called twice."""
-        if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._live.update("", refresh=True)  # or rich would draw the last lines in full, beyond the screen
-                self._live.stop()
-            self._live, self._size = None, _NOT_DRAWN
+        if self._height:
+            self._write(self._erase())
+        self._height, self._size = 0, _NOT_DRAWN
+
+    def _erase(self) -> str:
+        """Returns what moves the cursor to the first line and erases everything from there on."""
+        up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
+        return f"\r{up}\x1b[J"
+
+    def _write(self, text: str) -> None:
+        """Writes to the terminal; a closed terminal is ignored and must not end the job."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._stream = None
 
 
 def _size(stream: TextIO | None) -> tuple[int, int]:

@@ -105,7 +105,7 @@ MOST_ROOMS = 22
 LONGEST_MODULE = 500
 LONGEST_FUNCTION = 85
 
-HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
+HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
     "accelerate",

@@ -77,8 +77,8 @@ SHOWN = [
     for line in getattr(command_module(name), "EXAMPLES", ())
     for arguments in command_lines(line)
 ]
-# Options of asv and of `python -m suites.verdicts`, which pages name without the command.
-OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained"}
+# Options of asv, pytest-benchmark and of `python -m suites.verdicts`, which pages name without the command.
+OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained", "--benchmark-compare-fail"}
 
 
 def test_the_two_commands_stand_in_the_readme() -> None:
@@ -155,8 +155,8 @@ def test_constraints_are_exact_and_public() -> None:
 def test_constraints_satisfy_the_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [Requirement(text) for text in (*project["dependencies"], *extras["dev"])]
-    others = [Requirement(text) for name in extras.keys() - {"dev"} for text in extras[name]]
+    needed = [Requirement(text) for text in (*project["dependencies"], *extras["test"])]
+    others = [Requirement(text) for name in extras.keys() - {"test"} for text in extras[name]]
     pins = constraints()
     for requirement in needed:
         assert canonicalize_name(requirement.name) in pins, f"{requirement.name} is not pinned"
@@ -164,6 +164,25 @@ def test_constraints_satisfy_the_ranges() -> None:
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is not None:
             assert requirement.specifier.contains(pinned(pin)), f"{pin} is outside {requirement}"
+    assert "triton" not in pins, "torch's CUDA wheels demand a triton of their own: no install with -c would succeed"
+
+
+def test_locks_are_the_tested_set_with_hashes() -> None:
+    """`tox -e lock` makes them; whoever changes constraints.txt or a dependency has to run it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = constraints()
+    for name, needed in (
+        ("build", project["dependency-groups"]["build"]),
+        ("run", [*project["project"]["dependencies"], *project["dependency-groups"]["torch-needs"]]),
+    ):
+        text = (ROOT / "locks" / f"{name}.txt").read_text()
+        entries = re.findall(
+            r"^(\S+)==(\S+)((?: ;.*)? \\(?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)", text, re.MULTILINE
+        )
+        assert len(entries) == len(re.findall(r"^\w", text, re.MULTILINE)), "every package has its hashes"
+        locked = {canonicalize_name(package): Version(version) for package, version, _ in entries}
+        assert {canonicalize_name(Requirement(line).name) for line in needed} - {"torch"} <= locked.keys()
+        assert {package: pinned(pins[package]) for package in locked if package in pins}.items() <= locked.items()
 
 
 def anchors(page: Path) -> set[str]:
@@ -182,6 +201,6 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 90
+    assert len(readme.splitlines()) <= 85
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert not pages - set(re.findall(r"\]\(docs/([\w-]+\.md)", readme)), "every page is linked"

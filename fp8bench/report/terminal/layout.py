@@ -32,7 +32,8 @@ GAP = "  "
 _EXPLAIN = "--explain says how to read this"
 # If the first column has less room, the last columns move below their rows.
 _LEAST_NAME = 8
-_COLORS = {Tone.GOOD: "green", Tone.BAD: "red", Tone.DOUBT: "yellow", Tone.STRONG: "bold"}
+# ANSI codes of green, red, yellow and bold.
+_COLORS = {Tone.GOOD: 32, Tone.BAD: 31, Tone.DOUBT: 33, Tone.STRONG: 1}
 
 Paint = Callable[[str, Tone], str]
 
@@ -40,14 +41,10 @@ Paint = Callable[[str, Tone], str]
 def painter(color: bool) -> Paint:
     if not color:
         return lambda text, tone: text
-    from rich.color import ColorSystem
-    from rich.style import Style
-
-    styles = {tone: Style.parse(name) for tone, name in _COLORS.items()}
 
     def paint(text: str, tone: Tone) -> str:
-        if tone in styles:
-            return styles[tone].render(text, color_system=ColorSystem.STANDARD)
+        if tone in _COLORS and text:
+            return f"\x1b[{_COLORS[tone]}m{text}\x1b[0m"
         return text
 
     return paint

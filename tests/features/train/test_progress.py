@@ -25,7 +25,7 @@ from fp8bench.features.train.progress import (
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.data.loggers import LogTarget
 from fp8bench.report.elements import Table, Tone
-from tests.cli.test_progress import Clock, Screen
+from tests.cli.test_progress import Clock, Screen, lines_on_terminal
 from tests.learning_curves import CANDIDATE, REFERENCE
 from tests.report.data.test_loggers import Wandb
 from tests.trainings import NotedTraining, row_of, training
@@ -87,7 +87,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     assert "stopped in step 5" in last_board(screen)
     board.close()
     written = screen.getvalue()
-    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") and written.endswith("\x1b[2K")
+    assert "".join(lines_on_terminal(written)) == ""
 
 
 def test_the_time_left_is_of_the_rest_of_a_resumed_training(clock: Clock) -> None:

@@ -298,7 +298,7 @@ def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
 ) -> None:
     """Every step has its row, and an alarm is a line on stderr."""
     text = (Path(__file__).resolve().parents[4] / "docs" / "watching.md").read_text(encoding="utf-8")
-    code = text.split("## A loop of one's own")[1].split("```python")[1].split("```")[0]
+    code = text.split("## Your own loop")[1].split("```python")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
