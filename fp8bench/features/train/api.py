@@ -211,6 +211,7 @@ def watch(
     scaler: Any = None,
     precision: str = "fp32",
     health: bool = True,
+    in_step: bool = False,
 ) -> Iterator[OwnLoop]:
     """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
     steps.
@@ -228,13 +229,15 @@ def watch(
     scaler: the GradScaler of the loop
     precision: what the module is trained in, which decides what alarms advise
     health: False: no rules look at the lines, so that there are no alarms
+    in_step: True: the optimizer is in its first step already, and watching begins with the second
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
+    from fp8bench.features.train.lab.own_ranks import Ranks
 
     # Without a second arm, comparing rules find nothing.
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     with ExitStack() as stack:
-        keep = _kept_in(Path(path), stack) if path is not None else None
+        keep = _kept_in(Path(path), stack) if path is not None and Ranks.number() == 0 else None
 
         def tell(lines: Lines) -> None:
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
@@ -242,7 +245,7 @@ def watch(
                 keep(lines)
             (complain_of if told is None else told)(lines)
 
-        yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
+        yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler, in_step))
 
 
 def complain_of(lines: Lines) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import gains_of
+from fp8bench.features.train.lab.loop_figures import gains_of, local
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
@@ -67,12 +67,13 @@ class ModelWatch:
         """Returns an embedding's values as the model looks them up: rounded to its precision."""
         module = dict(self.model.named_modules()).get(layer)
         arithmetic = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
-        return cast_to(self.weights[layer].detach(), arithmetic, Role.WEIGHT)
+        return cast_to(local(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
-    def step(self) -> Iterator[WatchedStep]:
+    def step(self, guard: Callable[[Hook], Hook] = lambda hook: hook) -> Iterator[WatchedStep]:
+        """Watches until it is left; `guard` wraps every hook, to handle its exceptions."""
         with ExitStack() as stack:
-            yield WatchedStep(self, stack)
+            yield WatchedStep(self, stack, guard)
 
     def lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
         """The readings and figures of a watched step. Waits for the device once."""
@@ -91,6 +92,7 @@ class ModelWatch:
 
 
 _MATRIX = 2
+Hook = Callable[..., Any]
 # Computes what a tensor was multiplied by: only needed for a faulty tensor.
 Scale = Callable[[], float]
 
@@ -195,7 +197,8 @@ def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> st
 class WatchedStep:
     """Collects figures until `stack` is unwound."""
 
-    def __init__(self, watch: ModelWatch, stack: ExitStack) -> None:
+    def __init__(self, watch: ModelWatch, stack: ExitStack, guard: Callable[[Hook], Hook]) -> None:
+        self._guard = guard
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
         self._watch = watch
@@ -208,13 +211,15 @@ class WatchedStep:
         """Records an update of the weights: norms of the changes and of the weights, by parameter."""
         self.named["memory", ""] = bytes_in_use(self._watch.device)
         for layer, weight in self._watch.weights.items():
-            self._see(layer, Role.WEIGHT, weight)
+            self._see(layer, Role.WEIGHT, local(weight))
         for layer in self._watch.embeddings:
             self.named["embedding_spread", layer] = embedding_spread(self._watch.table(layer))
         for path, norm in moved.items():
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
         for path, gain in self._watch.gains.items():
-            self.named["gain", path] = torch.linalg.vector_norm(gain, dtype=torch.float32) / math.sqrt(gain.numel())
+            shard = local(gain)
+            size = math.sqrt(max(shard.numel(), 1))
+            self.named["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / size
 
     def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
@@ -224,12 +229,14 @@ class WatchedStep:
             watched = WatchedArithmetic(arithmetic, partial(self._cast, path, arithmetic), turned=False)
             setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
         if casts or _has_weights(module):
-            stack.callback(module.register_forward_hook(partial(self._see_output, path, not casts)).remove)
+            hook = self._guard(partial(self._see_output, path, not casts))
+            stack.callback(module.register_forward_hook(hook).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
             module.core = partial(self._see_scores, path, module.core)
         if running_mean(module) is not None:
-            stack.callback(module.register_forward_pre_hook(partial(self._see_norm, path)).remove)
+            hook = self._guard(partial(self._see_norm, path))
+            stack.callback(module.register_forward_pre_hook(hook).remove)
 
     def _cast(
         self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
@@ -247,7 +254,7 @@ class WatchedStep:
         if both_sides and inputs and isinstance(inputs[0], Tensor):
             self._see(path, Role.INPUT, inputs[0])
         if both_sides and output.requires_grad and output.numel() > 1:
-            output.register_hook(partial(self._see, path, Role.GRADIENT))  # type: ignore[no-untyped-call]
+            output.register_hook(self._guard(partial(self._see, path, Role.GRADIENT)))  # type: ignore[no-untyped-call]
 
     def _see_scores(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if ("attention_score", path) not in self.named:
