@@ -212,6 +212,7 @@ def watch(
     precision: str = "fp32",
     health: bool = True,
     in_step: bool = False,
+    eager: bool = False,
 ) -> Iterator[OwnLoop]:
     """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
     steps.
@@ -227,7 +228,8 @@ def watch(
     stride: the whole module is looked at every so many steps
     tokens: the tokens of a step, for tokens per second
     scaler: the GradScaler of the loop
-    precision: what the module is trained in, which decides what alarms advise
+    precision: what the module is trained in: decides what alarms advise, and layers that only cast inside are measured
+    eager: True: watched steps run compiled modules without compilation, so that their layers are watched, too
     health: False: no rules look at the lines, so that there are no alarms
     in_step: True: the optimizer is in its first step already, and watching begins with the second
     """
@@ -245,7 +247,10 @@ def watch(
                 keep(lines)
             (complain_of if told is None else told)(lines)
 
-        yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler, in_step))
+        options = (name, stride, tokens, scaler, in_step, precision, eager)
+        loop = stack.enter_context(OwnLoop(module, optimizer, tell, *options))
+        del module, optimizer  # watching keeps no model in memory that its loop has dropped
+        yield loop
 
 
 def complain_of(lines: Lines) -> None:

@@ -42,6 +42,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=types.whole(whole_number(1)), default=0, metavar="N", help=words)
     words = "what the script trains in: layers that only cast inside are measured in its recipe; default fp32"
     parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=words)
+    words = "run watched steps of compiled modules without compilation, to see inside; their numbers differ slightly"
+    parser.add_argument("--eager", action="store_true", help=words)
     add_common(parser, "--store", help="where streams are kept; default .fp8bench")
 
 
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     options = {
         "stride": arguments.stride,
         "tokens": arguments.tokens,
+        "eager": arguments.eager,
         "precision": precisions.canonical(arguments.precision),
     }
     # Launchers such as torchrun start a process per rank; only the first writes.

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -30,13 +31,26 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNor
 Mark = tuple[int, int, int]
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the shard of a DTensor that is on this rank, or else the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # Asking a tensor for an attribute that it lacks is slow.
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+
+
+def without_wrappers(module: nn.Module) -> tuple[nn.Module, str]:
+    """Returns the module inside wrappers as of DDP and torch.compile, and the prefix of its parameters' paths."""
+    prefix = ""
+    while (names := [name for name, _ in module.named_children()]) in (["module"], ["_orig_mod"]):
+        prefix += f"{names[0]}."
+        module = getattr(module, names[0])
+    return module, prefix
 
 
 class LoopHabits:
@@ -95,14 +109,14 @@ class LoopHabits:
         data = {(name, ""): value for name, value in self._data.items()}
         return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
+    @torch.no_grad()
     def backward_begins(self) -> None:
         """Detects gradients that were not cleared, and add up, because nothing has touched them since the last
         backward."""
-        marks = [mark for mark in self._marks if mark is not None]
-        now = [mark for mark, old in zip(self._mark_gradients(), self._marks, strict=False) if old is not None]
-        untouched = [old[:2] for old in marks] == [mark and mark[:2] for mark in now]
         self._began = True
-        self._was_cleared |= not marks or not untouched
+        pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
+        untouched = (mark[:2] == (_mark_of(parameter) or ())[:2] for parameter, mark in pairs if mark is not None)
+        self._was_cleared |= not any(self._marks) or not all(untouched)
 
     def end_backward(self) -> bool:
         """Returns whether the backward has reached parameters of the optimizer."""
@@ -170,14 +184,7 @@ class LoopHabits:
 
     @torch.no_grad()
     def _mark_gradients(self) -> list[Mark | None]:
-        marks: list[Mark | None] = []
-        for parameter in parameters_of(self._optimizer):
-            gradient = parameter.grad
-            if gradient is None:
-                marks.append(None)
-            else:  # FSDP2 adds to the shard, which leaves the version of the whole unchanged
-                marks.append((id(gradient), local(gradient)._version, parameter._version))
-        return marks
+        return [_mark_of(parameter) for parameter in parameters_of(self._optimizer)]
 
     def _moments(self) -> tuple[int, float]:
         """Returns for how many parameters the optimizer has a state, and its age in steps; 0 if it is on a GPU and
@@ -186,6 +193,14 @@ class LoopHabits:
         age = next(iter(state.values())).get("step", 0) if state else 0
         waits = isinstance(age, Tensor) and age.device.type != "cpu"
         return len(state), 0.0 if waits else float(age)
+
+
+def _mark_of(parameter: Tensor) -> Mark | None:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    # FSDP2 adds to the shard, which leaves the version of the whole unchanged.
+    return id(gradient), local(gradient)._version, parameter._version
 
 
 # Receives the single number that a backward begins from, detached at its end; None if it begins from anything else.
@@ -229,6 +244,7 @@ def _backward(tensors: Tensor | Tensors, *args: Any, **named: Any) -> None:
     return None
 
 
+@lru_cache(maxsize=8)
 def _vector(shape: torch.Size, device: torch.device) -> Tensor:
     return torch.arange(shape.numel(), device=device).mul(2.399963).cos().reshape(shape)
 

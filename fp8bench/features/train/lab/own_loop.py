@@ -51,9 +51,12 @@ class OwnLoop:
         tokens: int = 0,
         scaler: Any = None,
         in_step: bool = False,
+        precision: str = "fp32",
+        eager: bool = False,
     ) -> None:
         """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded. `in_step`: the optimizer
-        is taking its first step, whose loss is over; watching begins with the second."""
+        is taking its first step, whose loss is over; watching begins with the second. `precision` is what
+        layers that only cast inside are measured in; `eager`: watched steps run without compilation."""
         if stride < 1:
             raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -62,13 +65,15 @@ class OwnLoop:
         optimizer = unwrap_optimizer(optimizer)
         self._module, self._told = module, told
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
-        self._watch = ModelWatch(module, name)
+        self._watch = ModelWatch(module, name, precision=precision, eager=eager)
         self._habits = LoopHabits(module, optimizer)
         self._ranks = Ranks()
         self._step, self._began, self._in_step = 0, 0.0, in_step
         self._first_watched = int(in_step)
         self._losses: list[Tensor] = []
         self._roots: list[Tensor] = []
+        # The scale by which the last backward's loss was multiplied.
+        self._loss_scale: Tensor | float = 1.0
         # How many of the losses had their backward.
         self._losses_used = 0
         self._are_parts = self._is_first = self._in_update = False
@@ -147,6 +152,7 @@ class OwnLoop:
     def _release(self) -> None:
         """The optimizer is gone: writes the remaining rows and drops everything of the model."""
         self.__exit__()
+        self._seen, self._before, self._losses, self._roots = None, [], [], []
         del self._module, self._watch, self._habits
 
     def loss(self, value: Tensor | float) -> None:
@@ -213,7 +219,8 @@ class OwnLoop:
         self._losses_used = len(self._losses)
         if root is not None and has_reached and self._module.training:
             scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
-            self._roots.append(root if scale is None else root / scale.to(root.device))
+            self._loss_scale = 1.0 if scale is None else scale.to(root.device, copy=True)
+            self._roots.append(root / self._loss_scale)
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -247,7 +254,6 @@ class OwnLoop:
         norm = self._norm_of(gradients)
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
-            self._size = self._norm_of(trained)
             self._before = [local(parameter).detach().clone() for parameter in self._trained_parameters.values()]
             sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in self._before])
             self._seen.named["weights_before", ""] = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
@@ -279,17 +285,18 @@ class OwnLoop:
             names = tuple(trained)
             self._seen.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
             shares = [math.sqrt(self._ranks.share(parameter)) for parameter in trained.values()]
-            ratio = joint(torch._foreach_mul(moved, shares)) / joint(torch._foreach_mul(sizes, shares))
+            self._size = joint(torch._foreach_mul(sizes, shares))
+            ratio = joint(torch._foreach_mul(moved, shares)) / self._size
             self._seen.named |= {(name, ""): value for name, value in self._predictions.items()}
             self._seen.named |= self._habits.figures(trained)
         # A row needs both: gradients that the optimizer got, and a loss. A GradScaler skips what is not finite.
-        loss, scale = self._loss(), getattr(self._scaler, "_scale", None)
+        loss = self._loss()
         is_skipped_by_scaler = is_skipped and self._scaler is not None
         norm = math.nan if is_skipped_by_scaler else self._norm
         has_row = norm is not None and loss is not None
         if norm is not None and loss is not None:
             figures = Figures(loss=loss, gradient_norm=norm, parameter_norm=self._size, update_ratio=ratio)
-            figures["loss_scale"] = 1.0 if scale is None else scale.clone()
+            figures["loss_scale"] = self._loss_scale
             row_seconds = 0.0 if self._seen is not None else seconds
             row = StepRow(
                 self._name,

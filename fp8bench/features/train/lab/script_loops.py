@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fp8bench.features.train.api import complain_of, watch
-from fp8bench.features.train.lab.loop_figures import parameters_of
+from fp8bench.features.train.lab.loop_figures import parameters_of, without_wrappers
 from fp8bench.features.train.values import Lines, StepRow
 from fp8bench.jobs.report_files import short_path
 from fp8bench.report.words.naming import many
@@ -49,12 +49,14 @@ class ScriptLoops:
 
     def report(self) -> None:
         """Says where the streams are, and the command that shows them."""
-        for loop in self._loops:
+        for loop in self._loops[:_REPORTED]:
             path = short_path(loop.path)
             if loop.rows:
                 self._say(f"{many(loop.rows, 'step')} of {loop.title} watched\n  fp8bench report {path}")
             else:
                 self._say(f"no loss of {loop.title} was seen: {path} has no steps. {_LINE}")
+        if len(self._loops) > _REPORTED:
+            self._say(f"{len(self._loops) - _REPORTED} more streams are in {short_path(self._stream.parent)}")
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
@@ -65,11 +67,11 @@ class ScriptLoops:
         module = find_module(optimizer)
         if module is None:
             count = many(len(parameters_of(optimizer)), "tensor")
-            self._say(f"{kind} is not watched: no module of torch holds all of its {count}. {_LINE}")
+            self._say(f"{kind} is not watched: no module of torch holds the {count} that it changes. {_LINE}")
             return
         number = len(self._loops) + 1
         path = self._stream if number == 1 else self._stream.with_name(f"{self._stream.stem}.{number}.jsonl")
-        loop = _Watched(path, f"{type(module).__name__} by {kind}")
+        loop = _Watched(path, f"{type(without_wrappers(module)[0]).__name__} by {kind}")
         watched = watch(
             module,
             optimizer,
@@ -85,6 +87,8 @@ class ScriptLoops:
         self._say(f"watching {loop.title} from its second step on: {short_path(path)}")
 
 
+# A script may train a model per fold, each with an optimizer.
+_REPORTED = 4
 _LINE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
 
 
