@@ -223,7 +223,7 @@ def watch(
     module: what is trained
     optimizer: what updates it
     path: a new file for the lines of the training
-    told: a function that gets the lines; without it alarms go to stderr
+    told: a function that gets the lines; without it alarms go to stderr. What it raises ends the loop
     name: what the loop is called where it is compared
     stride: the whole module is looked at every so many steps
     tokens: the tokens of a step, for tokens per second
@@ -245,10 +245,15 @@ def watch(
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
             if keep is not None:
                 keep(lines)
-            (complain_of if told is None else told)(lines)
+            try:
+                (complain_of if told is None else told)(lines)
+            except Exception as error:
+                loop.ends_by = error
+                raise
 
         options = (name, stride, tokens, scaler, in_step, precision, eager)
-        loop = stack.enter_context(OwnLoop(module, optimizer, tell, *options))
+        loop = OwnLoop(module, optimizer, tell, *options)
+        stack.enter_context(loop)
         del module, optimizer  # watching keeps no model in memory that its loop has dropped
         yield loop
 

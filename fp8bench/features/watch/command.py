@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
         check_files({"stream": stream})
         if stream.exists():
             raise UsageError(f"{stream} exists, and streams are never overwritten. Give another --stream FILE.")
-    script = Script(str(path.absolute()), arguments.script, tuple(arguments.arguments), stream, options, rank == 0)
+    store, words = arguments.store.absolute(), tuple(arguments.arguments)
+    script = Script(str(path.absolute()), arguments.script, words, stream, store, options, rank == 0)
     return partial(run_script, script, complain)
 
 

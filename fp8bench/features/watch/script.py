@@ -36,6 +36,7 @@ class Script:
     typed: str
     arguments: tuple[str, ...]
     stream: Path
+    store: Path
     options: Mapping[str, Any]
     writes: bool = True
 
@@ -146,9 +147,10 @@ class _Watching:
             return
         with self._survive():
             if self._loops is None:
+                script = self._script
                 from fp8bench.features.train.lab.script_loops import ScriptLoops
 
-                self._loops = ScriptLoops(self._script.stream, self._script.options, self._say)
+                self._loops = ScriptLoops(script.stream, script.store, script.options, self._say)
             self._loops.see_step(optimizer)
 
     @contextlib.contextmanager

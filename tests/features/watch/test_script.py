@@ -100,17 +100,12 @@ def test_each_optimizer_of_a_gan_has_its_stream(tmp_path: Path) -> None:
 def test_ranks_are_joined_on_the_first(tmp_path: Path) -> None:
     """Losses and norms of two ranks, replicated or in shards, are those of one process with the whole batch."""
     run(tmp_path, scripts.RANKS, "one", watch="--stride 3 --stream one.jsonl")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     names = ("step", "loss", "gradient_norm", "parameter_norm")
     expected = [[row[name] for name in names] for row in lines_of(tmp_path / "one.jsonl", "step")]
     keys = {(reading["layer"], reading["role"]) for reading in lines_of(tmp_path / "one.jsonl", "reading")}
     for how in ("ddp", "fsdp"):
-        script = scripts.RANKS.replace("script.py", "")
-        (tmp_path / "script.py").write_text(script)
-        command = [sys.executable, *launcher, "-m", "fp8bench", "watch", "--stride", "3", "--stream", f"{how}.jsonl"]
-        done = subprocess.run(
-            [*command, "script.py", how], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        done = run(tmp_path, scripts.RANKS, how, watch=f"--stride 3 --stream {how}.jsonl", launcher=launcher)
         assert done.returncode == 0, done.stderr[-2000:]
         rows = [[row[name] for name in names] for row in lines_of(tmp_path / f"{how}.jsonl", "step")]
         assert rows == [pytest.approx(row, rel=1e-4) for row in expected], how
@@ -133,6 +128,11 @@ def test_accelerate_and_transformers_with_accumulation(tmp_path: Path) -> None:
     assert norms == pytest.approx([float(norm) for _, norm in logged[1:]], rel=1e-3)
 
 
+# Whatever the script sets before it imports torch has to have an effect.
+NO_TORCH = """
+import sys
+print(1 + len({"torch", "numpy"} & set(sys.modules)))
+"""
 NO_MODULE = """
 import torch
 w = torch.ones(3, requires_grad=True)
@@ -165,7 +165,7 @@ print(1)
 @for_each(
     ("text", "words"),
     [
-        ("print(1)", "this process did not import torch"),
+        (NO_TORCH, "this process did not import torch"),
         ("import torch; print(1)", "no optimizer of torch.optim has taken a step"),
         (NO_MODULE, "SGD is not watched: no module of torch holds the 1 tensor that it changes. Add a line"),
         (DEEPSPEED, "DeepSpeed keeps parameters in partitions"),

@@ -87,6 +87,8 @@ class OwnLoop:
         self._seen: WatchedStep | None = None
         self._hooks, self._attached = ExitStack(), ExitStack()
         self._has_ended = False
+        # What a user's function has raised on lines: it ends the loop.
+        self.ends_by: Exception | None = None
         # The optimizer is not kept: when a script drops it, watching ends and the module is free as well.
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._release())
 
@@ -135,7 +137,9 @@ class OwnLoop:
                 return None
             try:
                 return hook(*arguments, **named)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            except Exception as error:
+                if error is self.ends_by:
+                    raise
                 self._fail(error)
                 return None
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8bench.errors import Fp8benchError
 from fp8bench.features.train.api import complain_of, watch
 from fp8bench.features.train.lab.loop_figures import parameters_of, without_wrappers
 from fp8bench.features.train.values import Lines, StepRow
-from fp8bench.jobs.report_files import short_path
+from fp8bench.jobs.report_files import Pages, report_of, short_path
 from fp8bench.report.words.naming import many
 
 Say = Callable[[str], None]
@@ -25,8 +26,9 @@ Say = Callable[[str], None]
 class ScriptLoops:
     """Watches each optimizer from its second step on, in a stream of its own."""
 
-    def __init__(self, stream: Path, options: Mapping[str, Any], say: Say) -> None:
-        self._stream, self._options, self._say = stream, options, say
+    def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], say: Say) -> None:
+        """`stream` is the first loop's file; pages are written to the reports of `store`."""
+        self._stream, self._store, self._options, self._say = stream, store, options, say
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._loops: list[_Watched] = []
 
@@ -52,7 +54,8 @@ class ScriptLoops:
         for loop in self._loops[:_REPORTED]:
             path = short_path(loop.path)
             if loop.rows:
-                self._say(f"{many(loop.rows, 'step')} of {loop.title} watched\n  fp8bench report {path}")
+                shown = _write_page(loop.path, self._store) or f"fp8bench report {path}"
+                self._say(f"{many(loop.rows, 'step')} of {loop.title} watched\n  {shown}")
             else:
                 self._say(f"no loss of {loop.title} was seen: {path} has no steps. {_LINE}")
         if len(self._loops) > _REPORTED:
@@ -100,6 +103,13 @@ class _Watched:
     def see(self, lines: Lines) -> None:
         self.rows += sum(isinstance(line, StepRow) for line in lines)
         complain_of(lines)
+
+
+def _write_page(stream: Path, store: Path) -> str:
+    """Writes the stream's page, and returns its path; '' if it cannot be written."""
+    with suppress(Fp8benchError):
+        return short_path(report_of([str(stream)], store, Pages()))
+    return ""
 
 
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
