@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8bench.features.train.lab.readings import TensorCast
+from fp8bench.features.train.lab.readings import Figures, TensorCast, figures_of
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
-from fp8bench.formats.scaled import largest_magnitude, values
+from fp8bench.formats.scaled import factor, largest_magnitude, values
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import as_rows
 from fp8bench.protocols import Role
@@ -25,6 +26,8 @@ from fp8bench.registry import precisions
 
 Treatments = Mapping[Role, Treatment]
 _TENSOR = Scaling(0, 0)
+# At most about this many values of a tensor are rounded virtually.
+_SAMPLE = 1 << 14
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 # Places of an operand's scale in Transformer Engine's `fp8_meta`: which of its parts, and the index in it.
 _TE_PLACES = {Role.INPUT: ("scaling_fwd", 0), Role.WEIGHT: ("scaling_fwd", 1), Role.GRADIENT: ("scaling_bwd", 0)}
@@ -48,48 +51,68 @@ def multiplies(module: nn.Module) -> bool:
     return isinstance(module, layers) or "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
 
 
-def find_cast(module: nn.Module, role: Role, declared: Treatments) -> Callable[[Tensor], TensorCast] | None:
+@dataclass(frozen=True)
+class LayerCast:
+    """How a layer casts one operand. `kept_scale` returns a scale that the layer keeps. `is_image`: blocks lie along
+    the second dimension, which a convolution sums over."""
+
+    fmt: Format
+    scaling: Scaling | None
+    kept_scale: Callable[[], Tensor] | None = None
+    is_image: bool = False
+
+    def cast(self, x: Tensor, whole: Tensor | None = None) -> TensorCast:
+        """Rounds the rows of `x`, which is all of `whole` or a sample of its rows."""
+        scale = None if self.kept_scale is None else self.kept_scale()
+        if scale is None and self.scaling is not None and not self.scaling.rows:
+            scale = factor(x if whole is None else whole, self.fmt, self.scaling)[0]
+        return TensorCast(self.fmt, self.scaling, scale, values(as_rows(x), self.fmt, self.scaling, scale=scale))
+
+    def figures(self, x: Tensor) -> Figures:
+        """Returns all figures of a tensor; those of its rounding are of a sample, because rounding takes longest."""
+        rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
+        step = max(1, rows.numel() // _SAMPLE)
+        # Square blocks need rows that are next to each other.
+        squares = self.scaling is not None and self.scaling.rows > 1
+        sample = rows[: -(-len(rows) // step)] if squares else rows[::step]
+        whole, part = figures_of(x), figures_of(sample, self.cast(sample, rows))
+        for name in part.keys() - whole.keys():
+            counts = name in ("vanished", "saturated")
+            whole[name] = part[name] * (rows.numel() / sample.numel()) if counts else part[name]
+        return whole
+
+
+def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast | None:
     """Returns how the module casts that operand: by its own scales or configuration, or else as declared; None if it
     does not multiply or nothing was declared."""
     if not multiplies(module):
         return None
     place, index = _TE_PLACES[role]
-    state = getattr(module, "fp8_meta", None)
-    kept = state.get(place) if isinstance(state, dict) else None
+    state: Any = getattr(module, "fp8_meta", None)
+    kept: Any = state.get(place) if isinstance(state, dict) else None
     if isinstance(getattr(kept, "scale", None), Tensor):
         fmt = E5M2 if role is Role.GRADIENT and "HYBRID" in str(state.get("recipe")) else E4M3
         # The next forward changes the scale, which is read later.
-        return lambda x: _cast(x, fmt, _TENSOR, kept.scale[index].detach().clone())
+        return LayerCast(fmt, _TENSOR, lambda: kept.scale[index].detach().clone())
     treatment = _torchao_treatment(module, role) or declared.get(role)
     if treatment is None:
         return None
-    return lambda x: _cast(x, treatment.fmt, treatment.scaling, None, isinstance(module, nn.modules.conv._ConvNd))
+    is_image = isinstance(module, nn.modules.conv._ConvNd) and role is not Role.WEIGHT
+    return LayerCast(treatment.fmt, treatment.scaling, None, is_image)
 
 
 def _torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
     """Returns what torchao's Float8Linear does: it computes its scale in each call and keeps none."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     names = {Role.INPUT: "input", Role.WEIGHT: "weight", Role.GRADIENT: "grad_output"}
-    cast = getattr(config, f"cast_config_{names[role]}", None)
-    fmt = _FORMATS.get(getattr(cast, "target_dtype", None))  # type: ignore[arg-type]
+    cast: Any = getattr(config, f"cast_config_{names[role]}", None)
+    fmt = _FORMATS.get(getattr(cast, "target_dtype", torch.float32))
     if fmt is None or "DISABLED" in str(cast.scaling_type):
         return None
     power = getattr(config, "round_scales_to_power_of_2", False)
     rounding = ScaleRounding.POWER_OF_TWO if power else ScaleRounding.EXACT
     rows = int("AXISWISE" in str(cast.scaling_granularity))
     return Treatment(fmt, Scaling(rows, 0, rounding=rounding))
-
-
-def _cast(
-    x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None, is_image: bool = False
-) -> TensorCast:
-    if is_image and scaling is not None and scaling.rows:
-        # Channels are summed: the blocks of an image lie along them.
-        channels = x.movedim(1, -1) if x.ndim > 2 else x
-        rounded = values(channels.reshape(-1, channels.shape[-1]), fmt, scaling)
-        rounded = rounded.reshape(channels.shape).movedim(-1, 1).reshape(x.shape) if x.ndim > 2 else rounded
-        return TensorCast(fmt, None, None, rounded)
-    return TensorCast(fmt, scaling, scale, values(as_rows(x), fmt, scaling, scale=scale))
 
 
 def unpack(x: Tensor) -> tuple[Tensor, TensorCast | None]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -375,7 +375,8 @@ class OwnLoop:
         """Passes on the rows since the last time, then the lines of the watched step."""
         # Here the host may wait for the device, since figures are read as well.
         numbers = read([figures for _, figures in self._rows])
-        rows = [replace(row, **figures) for (row, _), figures in zip(self._rows, numbers, strict=True)]
+        pairs = zip(self._rows, numbers, strict=True)
+        rows = [replace(row, **cast("dict[str, Any]", figures)) for (row, _), figures in pairs]
         self._rows = []
         joined = self._ranks.join(rows, tuple(lines), last) if rows or lines or last else ()
         if joined:

@@ -29,11 +29,12 @@ class Ranks:
     """The ranks of a loop; a single one without torch.distributed."""
 
     def __init__(self) -> None:
-        self.rank, self._store = self.number(), None
+        self.rank = self.number()
+        self._store: Any = None
         self.size = dist.get_world_size() if _is_initialized() else 1
         if self.size > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._store: Any = dist.PrefixStore(f"fp8bench-{next(_numbers)}", store)
+            self._store = dist.PrefixStore(f"fp8bench-{next(_numbers)}", store)  # type: ignore[attr-defined]
         self._sent = 0
         # Batches of rank 0 that wait for the rows of the others: number, rows and the lines after them.
         self._waiting: deque[tuple[int, list[StepRow], Lines]] = deque()
@@ -47,13 +48,13 @@ class Ranks:
         """Returns the share of a tensor's square norm that this rank contributes: ranks with the same values share."""
         if self.size == 1:
             return 1.0
-        placements = getattr(tensor, "placements", None)
+        placements: Any = getattr(tensor, "placements", None)
         if placements is None:
             return 1 / self.size
-        sizes = zip(placements, tensor.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
+        counts: list[int] = list(tensor.device_mesh.shape)  # type: ignore[attr-defined]
+        sizes = zip(placements, counts, strict=True)
         copies = math.prod(count for placement, count in sizes if not placement.is_shard())
-        mesh = math.prod(tensor.device_mesh.shape)  # type: ignore[attr-defined]
-        return mesh / self.size / copies
+        return float(math.prod(counts) / self.size / copies)
 
     def join(self, rows: list[StepRow], lines: Lines, last: bool = False) -> Lines:
         """Takes this rank's next lines, and returns those whose rows are complete: on rank 0 those of an earlier

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab.loop_figures import gains_of, local, without_wrappers
 from fp8bench.features.train.lab.own_casts import (
+    LayerCast,
     attention_seen,
     declared_treatments,
     find_cast,
@@ -296,7 +297,7 @@ class WatchedStep:
             see = partial(self._see, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
             output.register_hook(self._guard(see))  # type: ignore[no-untyped-call]
 
-    def _find_cast(self, module: nn.Module | None, role: Role) -> Callable[[Tensor], TensorCast] | None:
+    def _find_cast(self, module: nn.Module | None, role: Role) -> LayerCast | None:
         if module is None or not self._watch.is_foreign:
             return None
         return find_cast(module, role, self._watch.treatments)
@@ -323,11 +324,17 @@ class WatchedStep:
             with torch.no_grad():
                 self.named["batch_norm_drift", path] = batch_norm_drift(inputs[0], mean, channels_last=channels_last)
 
-    def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | None = None) -> None:
+    def _see(
+        self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | LayerCast | None = None
+    ) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
             with torch.no_grad():
                 x, kept_cast = unpack(local(x))
-                self.tensors[layer, str(role)] = figures_of(x, kept_cast or (cast and cast(x)))
+                if isinstance(cast, LayerCast) and kept_cast is None:
+                    self.tensors[layer, str(role)] = cast.figures(x)
+                    return
+                made_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
+                self.tensors[layer, str(role)] = figures_of(x, kept_cast or made_cast)
 
 
 def is_watched(step: int, stride: int) -> bool:
