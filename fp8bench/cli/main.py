@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     make_usable()
     try:
         with ends_are_interrupts(), _report_exits(), _report_open_stores():
-            return _run(words)
+            code = _run(words)
     except Fp8benchError as error:
         remedy = _remedy(words, error)
         complain(f"{error}\n  {shlex.join(remedy)}" if remedy else str(error))
@@ -234,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence()  # the reader of our output has closed the pipe
         return EXIT_OK
+    # A user's script runs here, because its exits, signals and exceptions are its own.
+    return code if isinstance(code, int) else code()
 
 
 def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
@@ -297,7 +299,8 @@ def _report_exits() -> Iterator[None]:
         os._exit = exit_now
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str]) -> int | Callable[[], int]:
+    """Runs a command. Returns its exit code, or a function that runs a user's script and returns it."""
     # 1. A suite in place of a command is the most common mistake: suggest the right command.
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from fp8bench.plan.asked_suites import known_suites
@@ -324,14 +327,14 @@ def _run(words: list[str]) -> int:
     check_working_directory()
     import_own(arguments)
     try:
-        code = int(command_module(arguments.command).run(arguments))
+        code = command_module(arguments.command).run(arguments)
     except SystemExit as error:
         from fp8bench.user_code import own_words
 
         raise UsageError(f"your code ended the command: {own_words(error)}. Let it raise an error instead.") from None
     # Flush stdout: a full disk is reported here, with an exit code, and not while Python shuts down.
     say("")
-    return code
+    return code if callable(code) else int(code)
 
 
 def check_working_directory() -> None:

@@ -92,6 +92,7 @@ OTHER_FEATURES: dict[str, frozenset[str]] = {
     "claim": frozenset({"train"}),
     "gate": frozenset({"duel"}),
     "infer": frozenset({"train"}),
+    "watch": frozenset({"train"}),
 }
 # The modules of a feature that may import the command line.
 DOORS = frozenset({"command", "progress", "api"})

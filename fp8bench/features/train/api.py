@@ -206,6 +206,8 @@ def watch(
     on_alarm: Callable[[TrainingEvent], object] | None = None,
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
+    in_step: bool = False,
+    eager: bool = False,
 ) -> Iterator[OwnLoop]:
     """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
     steps.
@@ -216,18 +218,21 @@ def watch(
     module: what is trained
     optimizer: what updates it
     path: a new file for the lines of the training
-    told: a function that gets the lines; without it alarms go to stderr
+    told: a function that gets the lines; without it alarms go to stderr. What it raises ends the loop
     name: what the loop is called where it is compared
     stride: the whole module is looked at every so many steps
     tokens: the tokens of a step, for tokens per second
     scaler: the GradScaler of the loop
-    precision: what the module is trained in, which decides what alarms advise
+    precision: what the module is trained in: decides what alarms advise, and layers that only cast inside are measured
+    eager: True: watched steps run compiled modules without compilation, so that their layers are watched, too
     health: False: no rules look at the lines, so that there are no alarms
     on_alarm: a function that gets each alarm; what it raises ends the loop
     log: where curves are logged as they come, tensorboard[:DIR] or wandb[:PROJECT]
     live: a page of the stream in `path`, written again while the loop runs
+    in_step: True: the optimizer is in its first step already, and watching begins with the second
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
+    from fp8bench.features.train.lab.own_ranks import Ranks
 
     # Without a second arm, comparing rules find nothing.
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
@@ -236,21 +241,31 @@ def watch(
     training = replace(watched_training(f"{name}-{secrets.token_hex(4)}", [name]), started=now())
     page = None if live is None else Path(live)
     with ExitStack() as stack:
-        keep = _kept_in(Path(path), stack) if path is not None else None
-        outside = stack.enter_context(outward(_Notes(), Path(path or ""), page, log_targets(log)))
+        is_first = Ranks.number() == 0
+        keep = _kept_in(Path(path), stack) if path is not None and is_first else None
+        targets = log_targets(log if is_first else ())
+        outside = stack.enter_context(outward(_Notes(), Path(path or ""), page if is_first else None, targets))
         outside.begun(training)
 
         def tell(lines: Lines) -> None:
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
             if keep is not None:
                 keep(lines)
-            (complain_of if told is None else told)(lines)
             outside.trained(0, max((line.step for line in lines), default=0), lines)
-            for line in lines:
-                if on_alarm is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
-                    on_alarm(line)
+            try:
+                (complain_of if told is None else told)(lines)
+                for line in lines:
+                    if on_alarm is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
+                        on_alarm(line)
+            except Exception as error:
+                loop.ends_by = error
+                raise
 
-        yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
+        options = (name, stride, tokens, scaler, in_step, precision, eager)
+        loop = OwnLoop(module, optimizer, tell, *options)
+        stack.enter_context(loop)
+        del module, optimizer  # watching keeps no model in memory that its loop has dropped
+        yield loop
 
 
 class _Notes(TrainingObserver):

@@ -7,8 +7,10 @@ No tensor is read between watched steps.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -25,22 +27,41 @@ _LOOKED_AT = 1 << 12
 # With fewer examples, or fewer values per example, equal ones are expected.
 _LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-# Parameters, their gradients, and the version of each gradient at that time.
-Left = list[tuple[Tensor, Tensor, int]]
+# Identity and version of a gradient, and the version of its parameter. Holding gradients would keep their memory.
+Mark = tuple[int, int, int]
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Returns the shard of a DTensor that is on this rank, or else the tensor."""
+    # Asking a tensor for an attribute that it lacks is slow.
+    return tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+
+
+def without_wrappers(module: nn.Module) -> tuple[nn.Module, str]:
+    """Returns the module inside wrappers as of DDP and torch.compile, and the prefix of its parameters' paths."""
+    prefix = ""
+    while (names := [name for name, _ in module.named_children()]) in (["module"], ["_orig_mod"]):
+        prefix += f"{names[0]}."
+        module = getattr(module, names[0])
+    return module, prefix
+
+
 class LoopHabits:
     """Observes what a loop does with a module and its optimizer; `pop_mistakes` returns each new mistake once."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        # A script may drop its optimizer and go on with another: watching must not keep it in memory.
+        self._optimizer_ref = weakref.ref(optimizer)
         self._own = {id(parameter) for parameter in module.parameters()}
-        self._left: Left = []
-        self._was_cleared = self._began = False
+        self._marks = self._mark_gradients()
+        self._was_cleared = self._began = self._others_stepped = False
         self._states, self._age = 0, 0.0
         self._inputs: Tensor | None = None
         self._repeats: Tensor | float = 0.0
@@ -48,6 +69,12 @@ class LoopHabits:
         self._data: dict[str, Any] = {}
         self._noticed: list[str] = []
         self._present: set[str] = set()
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer_ref()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -82,15 +109,47 @@ class LoopHabits:
         data = {(name, ""): value for name, value in self._data.items()}
         return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
+    @torch.no_grad()
     def backward_begins(self) -> None:
         """Detects gradients that were not cleared, and add up, because nothing has touched them since the last
         backward."""
-        untouched = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
         self._began = True
-        self._was_cleared |= not self._left or not all(untouched)
+        pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
+        untouched = (mark[:2] == (_mark_of(parameter) or ())[:2] for parameter, mark in pairs if mark is not None)
+        self._was_cleared |= not any(self._marks) or not all(untouched)
 
-    def end_backward(self) -> None:
-        self._left = self._gradients()
+    def end_backward(self) -> bool:
+        """Returns whether the backward has reached parameters of the optimizer."""
+        marks, self._others_stepped = self._mark_gradients(), False
+        reached = [mark and mark[:2] for mark in marks] != [mark and mark[:2] for mark in self._marks]
+        self._marks = marks
+        return reached
+
+    @torch.no_grad()
+    def find_discarded_gradients(self) -> str:
+        """Returns 'skipped' if the gradients of a backward were cleared, and neither an optimizer nor anything else
+        has changed the weights since. 'used' if something has, '' if gradients remain or there was no backward."""
+        pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
+        marked = [(parameter, mark) for parameter, mark in pairs if mark is not None]
+        cleared = all(self._is_cleared(parameter, mark) for parameter, mark in marked)
+        if not self._began or not marked or not cleared:
+            return ""
+        # Another optimizer's loss may pass through this module, as a GAN's does.
+        changed = any(parameter._version != mark[2] for parameter, mark in marked)
+        return "used" if self._others_stepped or changed else "skipped"
+
+    @staticmethod
+    def _is_cleared(parameter: Tensor, mark: Mark) -> bool:
+        gradient = parameter.grad
+        if gradient is None:
+            return True
+        # Untouched gradients need no look at their values, which would wait for the device.
+        shard = local(gradient)
+        return (id(gradient), shard._version) != mark[:2] and not bool(shard.any())
+
+    def forget_gradients(self) -> None:
+        """Makes the next backward the first of a step."""
+        self._marks, self._was_cleared, self._began = self._mark_gradients(), True, False
 
     def update_begins(self) -> None:
         self._set(GRADIENTS_LEFT, self._began and not self._was_cleared)
@@ -102,7 +161,7 @@ class LoopHabits:
         return max((rate for rate, _ in self._groups()), default=math.nan)
 
     def end_update(self) -> None:
-        self._left, self._was_cleared, self._began = self._gradients(), False, False
+        self._marks, self._was_cleared, self._began = self._mark_gradients(), False, False
         self._states, self._age = self._moments()
 
     def pop_mistakes(self) -> list[str]:
@@ -116,15 +175,16 @@ class LoopHabits:
 
     def _see_any_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         foreign = (id(parameter) not in self._own for parameter in parameters_of(optimizer))
-        if optimizer is not self._optimizer and any(foreign):
+        if optimizer is not self._optimizer_ref() and any(foreign):
+            self._others_stepped = True
             self._set(OTHERS_TRAIN, True)
 
     def _groups(self) -> Iterator[tuple[float, dict[str, Any]]]:
         return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
 
-    def _gradients(self) -> Left:
-        pairs = ((parameter, parameter.grad) for parameter in parameters_of(self._optimizer))
-        return [(parameter, gradient, gradient._version) for parameter, gradient in pairs if gradient is not None]
+    @torch.no_grad()
+    def _mark_gradients(self) -> list[Mark | None]:
+        return [_mark_of(parameter) for parameter in parameters_of(self._optimizer)]
 
     def _moments(self) -> tuple[int, float]:
         """Returns for how many parameters the optimizer has a state, and its age in steps; 0 if it is on a GPU and
@@ -133,6 +193,14 @@ class LoopHabits:
         age = next(iter(state.values())).get("step", 0) if state else 0
         waits = isinstance(age, Tensor) and age.device.type != "cpu"
         return len(state), 0.0 if waits else float(age)
+
+
+def _mark_of(parameter: Tensor) -> Mark | None:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    # FSDP2 adds to the shard, which leaves the version of the whole unchanged.
+    return id(gradient), local(gradient)._version, parameter._version
 
 
 # Receives the single number that a backward begins from, detached at its end; None if it begins from anything else.
@@ -176,6 +244,7 @@ def _backward(tensors: Tensor | Tensors, *args: Any, **named: Any) -> None:
     return None
 
 
+@lru_cache(maxsize=8)
 def _vector(shape: torch.Size, device: torch.device) -> Tensor:
     return torch.arange(shape.numel(), device=device).mul(2.399963).cos().reshape(shape)
 

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import gains_of
+from fp8bench.features.train.lab.loop_figures import gains_of, local, without_wrappers
+from fp8bench.features.train.lab.own_casts import (
+    LayerCast,
+    attention_seen,
+    declared_treatments,
+    find_cast,
+    kept_scales,
+    unpack,
+    uses_compiled_code,
+)
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
@@ -47,32 +56,45 @@ from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 class ModelWatch:
     """The watched modules and parameters of one model. Only `scales` change from step to step."""
 
-    def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, inside: bool = True) -> None:
-        """Without `inside`, only weights are watched."""
-        self._arm, self._seed = arm, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        arm: str = "",
+        seed: int = 0,
+        inside: bool = True,
+        precision: str = "",
+        eager: bool = False,
+    ) -> None:
+        """Without `inside`, only weights are watched. With a `precision`, layers that are not ours are measured in its
+        recipe. `eager`: watched steps run compiled modules without compilation, so that these are watched inside."""
+        self._arm, self._seed, self.is_eager = arm, seed, eager
+        self.is_foreign = bool(precision)
+        self.treatments = declared_treatments(precision) if precision else {}
         self.scales: dict[str, float] = {}
         self.model = model
-        self.modules = {module: path for path, module in reversed([*_eager_modules(model, "")])} if inside else {}
-        # torch.compile prepends its prefix to each path.
-        trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
-        self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
+        # Wrappers prepend a prefix to each path.
+        inner, prefix = without_wrappers(model)
+        hooked = reversed([*_eager_modules(model, "", eager)]) if inside else ()
+        self.modules = {module: path.removeprefix(prefix) for path, module in hooked}
+        self.parameters = {path: parameter for path, parameter in inner.named_parameters() if parameter.requires_grad}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
         self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
-        tables = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        tables = {path for path, module in inner.named_modules() if isinstance(module, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
-        self.gains = gains_of(model)
+        self.gains = gains_of(inner)
         self.device = next(iter(self.parameters.values())).device
 
     def table(self, layer: str) -> Tensor:
         """Returns an embedding's values as the model looks them up: rounded to its precision."""
-        module = dict(self.model.named_modules()).get(layer)
+        module = dict(without_wrappers(self.model)[0].named_modules()).get(layer)
         arithmetic = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
-        return cast_to(self.weights[layer].detach(), arithmetic, Role.WEIGHT)
+        return cast_to(local(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
-    def step(self) -> Iterator[WatchedStep]:
+    def step(self, guard: Callable[[Hook], Hook] = lambda hook: hook) -> Iterator[WatchedStep]:
+        """Watches until it is left; `guard` wraps every hook, to handle its exceptions."""
         with ExitStack() as stack:
-            yield WatchedStep(self, stack)
+            yield WatchedStep(self, stack, guard)
 
     def lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
         """The readings and figures of a watched step. Waits for the device once."""
@@ -91,6 +113,7 @@ class ModelWatch:
 
 
 _MATRIX = 2
+Hook = Callable[..., Any]
 # Computes what a tensor was multiplied by: only needed for a faulty tensor.
 Scale = Callable[[], float]
 
@@ -195,26 +218,39 @@ def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> st
 class WatchedStep:
     """Collects figures until `stack` is unwound."""
 
-    def __init__(self, watch: ModelWatch, stack: ExitStack) -> None:
+    def __init__(self, watch: ModelWatch, stack: ExitStack, guard: Callable[[Hook], Hook]) -> None:
+        self._guard = guard
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
         self._watch = watch
+        # The module that was entered last, whose attention it is.
+        self._inside = ""
         begin_peak(watch.device)
+        if watch.is_eager:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, path in watch.modules.items():
             self._attach(path, module, stack)
+        # A changed function would make compiled code compile again.
+        if watch.is_foreign and (watch.is_eager or not uses_compiled_code()):
+            stack.enter_context(attention_seen(guard(self._see_attention)))
 
     @torch.no_grad()
     def see_update(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
         """Records an update of the weights: norms of the changes and of the weights, by parameter."""
         self.named["memory", ""] = bytes_in_use(self._watch.device)
+        modules = {path: module for module, path in self._watch.modules.items()}
         for layer, weight in self._watch.weights.items():
-            self._see(layer, Role.WEIGHT, weight)
+            self._see(layer, Role.WEIGHT, local(weight), self._find_cast(modules.get(layer), Role.WEIGHT))
+        if self._watch.is_foreign:
+            self.named |= {("kept_scale", path): value for path, value in kept_scales(self._watch.model)}
         for layer in self._watch.embeddings:
             self.named["embedding_spread", layer] = embedding_spread(self._watch.table(layer))
         for path, norm in moved.items():
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
         for path, gain in self._watch.gains.items():
-            self.named["gain", path] = torch.linalg.vector_norm(gain, dtype=torch.float32) / math.sqrt(gain.numel())
+            shard = local(gain)
+            size = math.sqrt(max(shard.numel(), 1))
+            self.named["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / size
 
     def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
@@ -224,12 +260,16 @@ class WatchedStep:
             watched = WatchedArithmetic(arithmetic, partial(self._cast, path, arithmetic), turned=False)
             setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
         if casts or _has_weights(module):
-            stack.callback(module.register_forward_hook(partial(self._see_output, path, not casts)).remove)
+            hook = self._guard(partial(self._see_output, path, not casts))
+            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        elif self._watch.is_foreign:
+            stack.callback(module.register_forward_pre_hook(self._guard(partial(self._enter, path))).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
             module.core = partial(self._see_scores, path, module.core)
         if running_mean(module) is not None:
-            stack.callback(module.register_forward_pre_hook(partial(self._see_norm, path)).remove)
+            hook = self._guard(partial(self._see_norm, path))
+            stack.callback(module.register_forward_pre_hook(hook).remove)
 
     def _cast(
         self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
@@ -237,17 +277,40 @@ class WatchedStep:
         assert source is not None
         self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
 
-    def _see_output(self, path: str, both_sides: bool, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _see_output(
+        self, path: str, both_sides: bool, module: nn.Module, inputs: tuple[Any, ...], named: Any, output: Any
+    ) -> None:
         """Records a layer's output; with `both_sides` also its input and the gradient of its output."""
+        # Layers of Transformer Engine may return their bias as well.
+        output = output[0] if isinstance(output, tuple) and output else output
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return
         # A block that is recomputed passes twice.
         if ("output_amax", path) not in self.named and output.is_floating_point():
-            self.named["output_amax", path] = largest_magnitude(output)
-        if both_sides and inputs and isinstance(inputs[0], Tensor):
-            self._see(path, Role.INPUT, inputs[0])
-        if both_sides and output.requires_grad and output.numel() > 1:
-            output.register_hook(partial(self._see, path, Role.GRADIENT))  # type: ignore[no-untyped-call]
+            self.named["output_amax", path] = largest_magnitude(local(output))
+        if not both_sides:
+            return
+        first = next(filter(lambda value: isinstance(value, Tensor), (*inputs, *named.values())), None)
+        if first is not None:
+            self._see(path, Role.INPUT, first, self._find_cast(module, Role.INPUT))
+        if output.requires_grad and output.numel() > 1:
+            see = partial(self._see, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
+            output.register_hook(self._guard(see))  # type: ignore[no-untyped-call]
+
+    def _find_cast(self, module: nn.Module | None, role: Role) -> LayerCast | None:
+        if module is None or not self._watch.is_foreign:
+            return None
+        return find_cast(module, role, self._watch.treatments)
+
+    def _enter(self, path: str, *_: object) -> None:
+        self._inside = path
+
+    def _see_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
+        if ("attention_score", self._inside) not in self.named:
+            with torch.no_grad():
+                score = attention_score(q, k, causal)
+                factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
+                self.named["attention_score", self._inside] = score * factor
 
     def _see_scores(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if ("attention_score", path) not in self.named:
@@ -261,10 +324,17 @@ class WatchedStep:
             with torch.no_grad():
                 self.named["batch_norm_drift", path] = batch_norm_drift(inputs[0], mean, channels_last=channels_last)
 
-    def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | None = None) -> None:
+    def _see(
+        self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | LayerCast | None = None
+    ) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
             with torch.no_grad():
-                self.tensors[layer, str(role)] = figures_of(x, cast and cast(x))
+                x, kept_cast = unpack(local(x))
+                if isinstance(cast, LayerCast) and kept_cast is None:
+                    self.tensors[layer, str(role)] = cast.figures(x)
+                    return
+                made_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
+                self.tensors[layer, str(role)] = figures_of(x, kept_cast or made_cast)
 
 
 def is_watched(step: int, stride: int) -> bool:
@@ -278,10 +348,10 @@ def _has_weights(module: nn.Module) -> bool:
     return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
 
 
-def _eager_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and those inside it, without the compiled ones, whose hooks would not run."""
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+def _eager_modules(module: nn.Module, path: str, compiled: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and those inside it; without `compiled` ones, whose hooks would not run."""
+    if not compiled and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
         return
     yield path, module
     for name, child in module.named_children():
-        yield from _eager_modules(child, f"{path}.{name}".lstrip("."))
+        yield from _eager_modules(child, f"{path}.{name}".lstrip("."), compiled)

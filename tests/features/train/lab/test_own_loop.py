@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.lab.loop_figures import data_figures, fingerprint_of, predictions_of
-from fp8bench.features.train.lab.own_loop import loss_of
+from fp8bench.features.train.lab.own_loop import OwnLoop, loss_of, unwrap_optimizer
 from fp8bench.features.train.lab.watched_step import is_watched
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
@@ -426,3 +427,110 @@ def test_a_layer_frozen_on_the_way_does_not_end_the_training() -> None:
 
     (event,) = of(TrainingEvent, loop(40, freezes))
     assert (event.rule, event.layer) == ("layer-stands-still", "2")
+
+
+@for_each("to_none", [False, True])
+@for_each("early", [False, True])
+def test_a_step_that_the_scaler_skips_has_its_own_row(to_none: bool, early: bool) -> None:
+    """Whenever and however gradients are cleared. Three in a row are an event."""
+    torch.manual_seed(0)
+    net, lines = nn.Linear(4, 3), Lines()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=256.0)
+    skipped, losses, scales = (1, 4, 5, 6), [], []
+    with fp8bench.watch(net, optimizer, told=lines.extend, stride=3, scaler=scaler, health=False):
+        for step in range(9):
+            for _ in range(2):
+                loss = F.cross_entropy(net(torch.randn(6, 4)), torch.arange(6) % 3) / 2
+                if early and len(losses) % 2 == 0:
+                    optimizer.zero_grad(set_to_none=to_none)
+                losses.append(float(loss.detach()))
+                scaler.scale(loss).backward()
+            if step in skipped:
+                assert net.weight.grad is not None
+                net.weight.grad[0, 0] = math.inf
+            scales.append(scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            if not early:
+                optimizer.zero_grad(set_to_none=to_none)
+    rows = of(StepRow, lines)
+    assert [row.step for row in rows] == [*range(9)]
+    assert tuple(row.step for row in rows if row.skipped) == skipped
+    assert [row.loss for row in rows] == pytest.approx([a + b for a, b in zip(losses[::2], losses[1::2], strict=True)])
+    assert [row.loss_scale for row in rows] == scales
+    (event,) = of(TrainingEvent, lines)
+    assert event.step == 6 and "3 steps in a row had a backward and no update" in event.words
+
+
+def test_discarded_gradients_and_parts_of_a_loss() -> None:
+    """Without a scaler a discarded batch has no row, and its loss is not the next one's. Where the module is told the
+    number of all items, parts add up."""
+
+    class Parts(nn.Linear):
+        def forward(self, x: Tensor, num_items_in_batch: int | None = None) -> Any:
+            return {"loss": super().forward(x).square().sum() / (num_items_in_batch or x.numel())}
+
+    net, lines, losses = Parts(4, 3), Lines(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with fp8bench.watch(net, optimizer, told=lines.extend, stride=2):
+        for step in range(6):
+            parts = [torch.randn(rows, 4) for rows in (2, 5)]
+            outputs = [net(part, num_items_in_batch=7)["loss"] for part in parts]
+            for loss in outputs:
+                loss.backward()
+            if step != 3:
+                losses.append(float(sum(outputs).detach()))
+                optimizer.step()
+            optimizer.zero_grad()
+    assert [row.loss for row in of(StepRow, lines)] == pytest.approx(losses) and not of(TrainingEvent, lines)
+
+
+def test_wrapped_optimizers_are_unwrapped() -> None:
+    """As Accelerate's prepared one, which has no hooks; its scaler is found, too."""
+
+    class Prepared:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.scaler = optimizer, half_scaler()
+
+    assert unwrap_optimizer(Prepared(inner := adam(Net().parameters()))) is inner
+    with pytest.raises(UsageError, match="str is not an optimizer of torch"):
+        unwrap_optimizer("adam")
+    net, lines = Net(), Lines()
+    prepared = Prepared(adam(net.parameters()))
+    with fp8bench.watch(net, prepared, told=lines.extend):  # type: ignore[arg-type]
+        trained(net, prepared.optimizer, 3, scaler=prepared.scaler)
+    assert [row.loss_scale for row in of(StepRow, lines)] == [256.0] * 3
+
+
+def test_a_fault_ends_watching_and_a_users_error_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    plain = Net()
+    expected = trained(plain, adam(plain.parameters()), 4)
+    for place in ("_take_inputs", "_read_gradients", "_end_step", "_end_backward", "_tell"):
+        with monkeypatch.context() as changed:
+            changed.setattr(OwnLoop, place, fail)
+            losses, lines = watched(4)
+        (event,) = of(TrainingEvent, lines)
+        assert (
+            losses == expected and "watching ends here, and the training goes on: RuntimeError: planted" in event.words
+        )
+    net = Net()
+    with (
+        pytest.raises(RuntimeError, match="planted"),
+        fp8bench.watch(net, optimizer := adam(net.parameters()), told=fail),
+    ):
+        trained(net, optimizer, 1)
+
+
+def test_gradients_are_not_kept_after_the_loop_has_freed_them() -> None:
+    net = Net()
+    optimizer = adam(net.parameters())
+    with fp8bench.watch(net, optimizer, told=lambda lines: None, stride=1):
+        trained(net, optimizer, 1)
+        net(torch.arange(10)).backward()
+        optimizer.step()
+        gradient = weakref.ref(net.head.weight.grad)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        assert gradient() is None
