@@ -17,8 +17,7 @@ import pickle
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +27,8 @@ from torch.nn import functional as F
 import fp8bench
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
-from suites.loop_styles import STYLES, WELL_STEPS, Loop, drawn
+from suites import illness_families
+from suites.loop_styles import STYLES, WELL_STEPS, Kind, Loop, drawn
 from suites.trials import Row, conditions, options, say
 
 SEEDS = {"tune": range(2), "judge": range(10, 12)}
@@ -37,9 +37,6 @@ WELL_SEEDS = {"tune": (0,), "judge": (11, 13, 14)}
 NANO_STEPS, WAIT = 200, 100
 # Rules that only report that it has happened.
 NOT_FINITE = ("not-finite", "tensor-not-finite")
-
-
-Plant = Callable[[Loop], object]
 
 
 def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
@@ -53,27 +50,6 @@ def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
         )
         low, high = (rate, high) if math.fsum(shares) > 1 - level else (low, rate)
     return high
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What goes wrong in a style, at a step or before `each` from there on, and the rules of which any is a right
-    diagnosis."""
-
-    words: str
-    style: str
-    rules: str
-    plant: Plant
-    onset: int = 101
-    each: bool = False
-
-    @property
-    def title(self) -> str:
-        return f"{self.words} ({self.style})"
-
-    def begins(self, seed: int) -> int:
-        """No two seeds have the same distance to the next watched step."""
-        return self.onset + 7 * seed % 10 if self.onset else 0
 
 
 def stands_still(loop: Loop) -> None:
@@ -210,6 +186,7 @@ LEADS = (
     Kind("gains that grow 30% a step", ADAM, "", lambda loop: heavier(loop, 1.3, nn.LayerNorm), each=True),
     Kind("a head that grows 30% a step", ADAM, "", lambda loop: heavier(loop, 1.3, number=-1), each=True),
 )  # fmt: skip
+ALL_STYLES = STYLES | illness_families.STYLES | illness_families.HEALTHY_STYLES
 # Nothing is planted in them.
 HEALTHY = tuple(Kind("well", style, "", lambda loop: None) for style in STYLES)
 # A training that is finite until then does not count.
@@ -222,7 +199,7 @@ Batches = list[tuple[int, tuple[StreamLine, ...]]]
 def lines_of(kind: Kind, seed: int, steps: int) -> Batches:
     """The lines of a training, with the step in which they were reported."""
     torch.manual_seed(seed)
-    loop, told, onset = STYLES[kind.style](seed), Batches(), kind.begins(seed)
+    loop, told, onset = ALL_STYLES[kind.style](seed), Batches(), kind.begins(seed)
 
     def tell(lines: Sequence[StreamLine]) -> None:
         told.append((loop.step, tuple(lines)))
@@ -346,16 +323,21 @@ def main() -> None:
         seeds=("judge", which),
         only=("", "names with this"),
         kinds=("ill well", "which of them"),
+        families=(False, "the illnesses of suites/illness_families.py: their half that these seeds go with"),
         kept=(False, "judge what is kept, and train nothing"),
         report=("", "folder that gets all rows"),
     )
     torch.set_num_threads(1)
     seeds, leads = SEEDS[arguments.seeds], arguments.folder / "lead"
     leads.mkdir(parents=True, exist_ok=True)
+    kinds, healthy = KINDS, HEALTHY
+    if arguments.families:
+        kinds = tuple(illness_families.split_kinds(illness_families.KINDS)[arguments.seeds])
+        healthy = illness_families.HEALTHY
     trainings = {
-        "ill": (ill, arguments.folder, [(kind, seed) for kind in KINDS for seed in seeds]),
+        "ill": (ill, arguments.folder, [(kind, seed) for kind in kinds for seed in seeds]),
         "lead": (lead, leads, [(kind, seed) for kind in LEADS for seed in seeds]),
-        "well": (well, arguments.folder, [(kind, seed) for seed in WELL_SEEDS[arguments.seeds] for kind in HEALTHY]),
+        "well": (well, arguments.folder, [(kind, seed) for seed in WELL_SEEDS[arguments.seeds] for kind in healthy]),
     }
     rows: list[Row] = []
     for name in (name for name in trainings if name in arguments.kinds):

@@ -73,6 +73,30 @@ class Loop:
         self.batch = lambda number: change(*inner(number))
 
 
+Plant = Callable[[Loop], object]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What goes wrong in a style, at a step or before `each` from there on, and the rules of which any is a right
+    diagnosis."""
+
+    words: str
+    style: str
+    rules: str
+    plant: Plant
+    onset: int = 101
+    each: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.words} ({self.style})"
+
+    def begins(self, seed: int) -> int:
+        """No two seeds have the same distance to the next watched step."""
+        return self.onset + 7 * seed % 10 if self.onset else 0
+
+
 def drawn(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * seed + number)
 

@@ -66,6 +66,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         # 4. Unscale and clip: compute the divisor of each gradient, and whether the update is skipped.
         norms = together.norms(optimizer.gradients.norms())
         norm = joint(norms) / scale
+        gradients = [size / scale for size in norms] if readings is not None else []
         skip = (~(loss + norm).isfinite()).to(torch.float32)
         clippings, clipping = clip(norms, norm, scale, trainer.most_norm, trainer.clip_groups)
         divisors = [divisor * scale for divisor in together.mine(clippings)]
@@ -83,6 +84,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         if readings is not None:
             together.refresh(phase)
             names = trainer.parameters
+            readings.see_gradients(dict(zip(names, gradients, strict=True)))
             readings.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
     seconds = time.perf_counter() - started
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fp8bench.features.train.health import loops, tensors  # noqa: F401 - their rules register themselves
+from fp8bench.features.train.health import batches, beginnings, loops, tensors  # noqa: F401 - their rules register themselves
 from fp8bench.features.train.health.steps import RULES, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StreamLine, TrainingEvent
@@ -83,7 +83,7 @@ class Health:
     def _event(self, rule: HealthRule[Any], words: str, line: StreamLine) -> TrainingEvent:
         arm, (layer, tensor) = self._arms[rule.arm.name], _place_of(line)
         state = (arm.precision, arm.merge_settings(self._settings), layer)
-        remedies = "; ".join(remedy.value for remedy in rule.remedies if changes_something(remedy, *state))
+        remedies = "; ".join(remedy.value for remedy in rule.current_remedies if changes_something(remedy, *state))
         values = (("rule", rule.name),)
         return TrainingEvent(arm.name, line.seed, line.step, "alarm", words, layer, tensor, values, remedies)
 

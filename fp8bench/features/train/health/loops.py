@@ -15,6 +15,7 @@ from fp8bench.protocols import Role
 
 # No rule over losses looks back further.
 _LOSSES = 60
+_RATES = 30
 
 
 class LossRule(HealthRule[Any]):
@@ -22,6 +23,7 @@ class LossRule(HealthRule[Any]):
 
     reads = StepRow | StepFigure
     _losses: deque[float] = newest(_LOSSES)
+    _rates: deque[float] = newest(_RATES)
     _alone: bool = True
     _guessing: float = math.inf
 
@@ -35,6 +37,7 @@ class LossRule(HealthRule[Any]):
         if line.skipped or not math.isfinite(line.loss):
             return ""
         self._losses.append(line.loss)
+        self._rates.append(line.rate)
         return self.judge([*self._losses]) if self._alone else ""
 
     def judge(self, losses: list[float]) -> str:
@@ -52,9 +55,13 @@ class LossBackUp(LossRule):
     lost = 0.5
     noise = 6.0
     above = 0.25
+    risen = 1.5
+    lost_by_rate = 0.2
+    noise_by_rate = 4.0
     alarms_at = (
-        f"{stays} losses above the lowest mean of ten by {lost:.0%} of what was learned and {noise:g} times the noise; "
-        f"or {above:.0%} above the first {first}"
+        f"{stays} losses above the lowest mean of ten by {lost:.0%} of what was learned and {noise:g} times the noise, "
+        f"by {lost_by_rate:.0%} and {noise_by_rate:g} times if the rate rose {risen:g} times in {_RATES} steps; or "
+        f"{above:.0%} above the first {first}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first: list[float] = field(default_factory=list)
@@ -76,9 +83,14 @@ class LossBackUp(LossRule):
         # The scale is what was learned: losing half of it is a collapse, whatever the loss function.
         learned = began - self._best
         noise = noise_of_values(earlier) if len(earlier) > 10 else math.inf
-        if learned <= 0 or low - self._best < max(self.lost * learned, self.noise * noise):
+        rate = self._rates[-1]
+        rose = f": the rate rose to {rate:.3g}" if rate > self.risen * self._rates[0] else ""
+        lost, times = (self.lost_by_rate, self.noise_by_rate) if rose else (self.lost, self.noise)
+        if learned <= 0 or low - self._best < max(lost * learned, times * noise):
             return ""
-        return f"the loss has come back up from {self._best:.4g}, and stayed above {low:.4g} for {self.stays} steps"
+        return (
+            f"the loss has come back up from {self._best:.4g}, and stayed above {low:.4g} for {self.stays} steps{rose}"
+        )
 
 
 class LossAboveGuessing(LossRule):
@@ -166,28 +178,44 @@ class NoUpdate(HealthRule[Any]):
         return f"steps change nothing: {words}" if self._counts[words] >= most else ""
 
 
-class SameInputs(FigureRule):
-    """An epoch has more than one batch; a loop that uses all data in each step has over a hundred examples."""
+class SameInputs(HealthRule[StepFigure]):
+    """An epoch has more than four batches; a loop that uses all data in each step has over a hundred examples. A loader
+    that begins again goes through all batches that were new; shuffled, it goes back as far at some time."""
 
     name = "same-inputs"
-    figure = "inputs_again"
+    reads = StepFigure
     again = 7
     few = 128
-    alarms_at = f"the same for 8 steps in turn, after another; or, of fewer than {few} examples, from the first on"
+    cycle = 4
+    steps = 8
+    alarms_at = (
+        f"the same for 8 steps in turn, after another, or from the first on, of fewer than {few} examples; {steps} "
+        f"steps in turn with batches of the last 100, none further back than a quarter of all that were new; or "
+        f"{cycle} batches and fewer from the start, of fewer than twice as many examples"
+    )
     remedies = (Remedy.LOOK_AT_DATA,)
-    _examples: float = math.inf
+    _last: dict[str, float] = field(default_factory=dict)
 
     def see(self, line: StepFigure) -> str:
-        if line.name == "examples":
-            self._examples = line.value
-        return super().see(line)
-
-    def judge(self, line: StepFigure, last: deque[float]) -> str:
-        # Full-batch training repeats its inputs intentionally.
-        from_the_first = line.value >= line.step
-        if line.value < self.again or (from_the_first and self._examples >= self.few):
+        if line.name == "inputs_again" or line.name.startswith("inputs_"):
+            self._last[line.name] = line.value
             return ""
-        return f"the model was given the same inputs in {line.value + 1:g} steps in turn"
+        # The number of examples comes last.
+        if line.name != "examples" or "inputs_again" not in self._last:
+            return ""
+        again = self._last["inputs_again"]
+        if again >= self.again and (again < line.step or line.value < self.few):
+            # Full-batch training repeats its inputs intentionally.
+            return f"the model was given the same inputs in {again + 1:g} steps in turn"
+        cycled, period, new = (self._last.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new"))
+        if cycled < self.steps or period < 2:
+            return ""
+        from_start = period == new <= self.cycle and line.value * period < 2 * self.few
+        if not from_start and self.cycle * period > new:
+            return ""
+        return (
+            f"the last {cycled:g} batches were given before, {period:g} steps ago at most, after {new:g} that were new"
+        )
 
 
 class AmaxJump(TensorRule):
@@ -246,17 +274,23 @@ class NormGain(FigureRule):
     name = "norm-gain"
     figure = "gain"
     keep = 20
-    times = 4.0
-    least = 0.25
-    alarms_at = f"{times:g} times the least root mean square in {keep} readings, which counts as {least:g} at least"
+    times = 3.0
+    least = 0.5
+    alarms_at = (
+        f"a root mean square above {times:g} times the least in {keep} readings, which counts as {least:g} at least; "
+        f"or the largest, of {least:g} at least, above {times:g} times it"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
+        lowest, highest = min(last), max(last)
         # A gain near 0 doubles easily.
-        lowest = max(min(last), self.least)
-        if not line.value > self.times * lowest:
+        grew = line.value > self.times * max(lowest, self.least)
+        shrank = highest >= self.least and line.value * self.times < highest
+        if not grew and not shrank:
             return ""
-        return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {min(last):.3g} some readings ago"
+        earlier = lowest if grew else highest
+        return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {earlier:.3g} some readings ago"
 
 
 class LargeLogits(FigureRule):
@@ -319,7 +353,7 @@ class DuplicateInputs(FigureRule):
 
 
 class DataDrift(HealthRule[StepFigure]):
-    """Batches that are drawn from one source have means as far apart as those of the first."""
+    """Batches that are drawn from one source have means and deviations as far apart as those of the first."""
 
     name = "data-drift"
     reads = StepFigure
@@ -328,28 +362,30 @@ class DataDrift(HealthRule[StepFigure]):
     noise = 6.0
     far = 0.5
     alarms_at = (
-        f"means of {last} watched batches' inputs on one side of the mean of the first {first}, {noise:g} of their "
-        f"standard deviations and {far:g} of the inputs' own away"
+        f"means or deviations of {last} watched batches' inputs on one side of the mean of the first {first}, "
+        f"{noise:g} of their standard deviations and {far:g} of the inputs' own away"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
-    _first: list[float] = field(default_factory=list)
-    _last: deque[float] = newest(last)
-    _deviations: deque[float] = newest(first)
+    _alone: bool = True
+    _first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _last: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=4)))
 
     def see(self, line: StepFigure) -> str:
-        if line.name == "input_deviation":
-            self._deviations.append(line.value)
-        if line.name != "input_mean":
+        # Inputs that another model makes change as it learns.
+        self._alone &= line.name != OTHERS_TRAIN
+        if line.name not in ("input_mean", "input_deviation") or not self._alone:
             return ""
-        if len(self._first) < self.first:
-            self._first.append(line.value)
+        first, last = self._first[line.name], self._last[line.name]
+        if len(first) < self.first:
+            first.append(line.value)
             return ""
-        self._last.append(line.value)
-        usual, size = fmean(self._first), median(self._deviations or [0.0])
-        moved = [value - usual for value in self._last]
+        last.append(line.value)
+        usual, size = fmean(first), median(self._first["input_deviation"] or [0.0])
+        moved = [value - usual for value in last]
         least = min(map(abs, moved))
         # Batches of one source are on both sides of its mean.
         same_side = min(moved) > 0 or max(moved) < 0
-        if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
+        if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(first), self.far * size):
             return ""
-        return f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, at a deviation of {size:.3g}"
+        name, now = line.name.removeprefix("input_"), line.value
+        return f"the {name} of the inputs has moved from {usual:.3g} to {now:.3g}, at a first deviation of {size:.3g}"

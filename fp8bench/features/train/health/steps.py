@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import correlation, fmean, median
 from types import UnionType
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
@@ -64,6 +64,11 @@ class HealthRule(ABC, Generic[L]):
         if "name" in vars(cls):
             RULES.append(cls)
 
+    @property
+    def current_remedies(self) -> tuple[Remedy, ...]:
+        """The remedies for what the last alarm said."""
+        return self.remedies
+
     @classmethod
     def because(cls) -> str:
         return " ".join((cls.__doc__ or "").split())
@@ -84,6 +89,7 @@ class Remedy(StrEnum):
     CLIP_HARDER = "clip gradients harder"
     LOWER_RATE = "a lower learning rate"
     HIGHER_MASTER = "master weights, gradients and optimizer states in fp32"
+    SAME_SETTINGS = "compare at the reference's rate, clipping, loss scale, tokens per step and batches"
     LOOK_AT_DATA = "look at the batches of these steps"
     LOOK_AT_LOOP = "look at the loop: zero_grad, loss scale and sums, schedule, what the optimizer was given"
     LOOK_AT_LAYER = "look at how this layer is made: its gain, its momentum, whether anything reaches it"
@@ -133,16 +139,20 @@ class GradientSpike(HealthRule[StepRow]):
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do."""
+    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do. What is
+    learned by heart moves by so little that bursts stay below the first updates."""
 
     name = "update-norm-burst"
     until = "loss-back-up"
     keep = 20
     fewest = 10
     times = 4.0
-    alarms_at = f"{times:g} times the median of the last {keep} steps, from step {fewest} on"
+    alarms_at = (
+        f"{times:g} times the median of the last {keep} steps, and above that of the first {fewest}, from then on"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _ratios: deque[float] = newest(keep)
+    _first: float = 0.0
 
     def see(self, line: StepRow) -> str:
         ratio, ratios = line.update_ratio, self._ratios
@@ -151,7 +161,9 @@ class UpdateBurst(HealthRule[StepRow]):
         # The newest ratio is added afterwards, so that it is not compared with itself.
         usual = median(ratios) if len(ratios) >= self.fewest else math.inf
         ratios.append(ratio)
-        if ratio <= self.times * usual:
+        if len(ratios) == self.fewest:
+            self._first = median(ratios)
+        if ratio <= max(self.times * usual, self._first):
             return ""
         return f"the update is {ratio:.3g} of the weights, their median is {usual:.3g}: the loss may jump next"
 
@@ -275,37 +287,69 @@ class GradientScale(HealthRule[StepRow]):
 
 
 class LossGap(HealthRule[StepRow]):
-    """Batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little."""
+    """Batches and dropout should be the same in both arms, and chaos does little. What differs besides the arithmetic
+    explains a gap before it does: batches are the same where losses rise and fall together."""
 
     name = "loss-gap"
     compares = True
     keep = 50
     margin = 0.02
-    alarms_at = f"{margin:.0%} behind the reference over {keep} steps"
+    differs = 0.01
+    clipping = 0.1
+    together = 0.5
+    alarms_at = (
+        f"{margin:.0%} behind the reference over {keep} steps. Its rate, loss scale and tokens are compared within "
+        f"{differs:.0%}, what clipping takes within {clipping:.0%}; its batches are others at a correlation of losses "
+        f"below {together:g}"
+    )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
-    _losses: dict[int, dict[str, float]] = field(default_factory=dict)
-    _gaps: deque[float] = newest(keep)
+    _rows: dict[int, dict[str, StepRow]] = field(default_factory=dict)
+    _pairs: deque[tuple[StepRow, StepRow]] = newest(keep)
+    _difference: str = ""
+
+    @property
+    def current_remedies(self) -> tuple[Remedy, ...]:
+        return (Remedy.SAME_SETTINGS,) if self._difference else self.remedies
 
     def see(self, line: StepRow) -> str:
         arm, reference = self.arm.name, self.arm.reference
         if not reference:
             return ""
-        # Arms run in turns, so the losses of a step do not arrive together.
-        losses = self._losses.setdefault(line.step, {})
-        losses[line.arm] = line.loss
-        if len(losses) < 2:
+        # Arms run in turns, so the rows of a step do not arrive together.
+        rows = self._rows.setdefault(line.step, {})
+        rows[line.arm] = line
+        if len(rows) < 2:
             return ""
-        del self._losses[line.step]
-        base = losses[reference]
-        if not (base and all(map(math.isfinite, losses.values()))):
+        del self._rows[line.step]
+        base = rows[reference]
+        if not (base.loss and all(math.isfinite(row.loss) for row in rows.values())):
             return ""
-        self._gaps.append((losses[arm] - base) / abs(base))
-        if len(self._gaps) < self.keep:
+        self._pairs.append((base, rows[arm]))
+        if len(self._pairs) < self.keep:
             return ""
-        gap = fmean(self._gaps)
+        gap = fmean((row.loss - base.loss) / abs(base.loss) for base, row in self._pairs)
         if gap <= self.margin:
             return ""
-        return f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps"
+        self._difference = self.find_difference(self._pairs)
+        cause = self._difference or "nothing else differs, so its arithmetic does it"
+        return f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps: {cause}"
+
+    @classmethod
+    def find_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:
+        """Returns what differs between two arms besides their arithmetic, from rows of the same steps; or ''."""
+        for name, words in (("rate", "rate"), ("loss_scale", "loss scale"), ("tokens", "number of tokens per step")):
+            ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]
+            if ratios and abs(median(ratios) - 1) > cls.differs:
+                return f"its {words} is {median(ratios):.3g} times as large"
+        clipped = fmean(row.clipped - base.clipped for base, row in pairs)
+        if abs(clipped) > cls.clipping:
+            return f"clipping takes {abs(clipped):.0%} {'more' if clipped > 0 else 'less'} of its gradients"
+        losses, base_losses = ([pair[place].loss for pair in pairs] for place in (1, 0))
+        # Differences of neighbours leave out the course that both have in common.
+        moves, base_moves = ([after - before for before, after in pairwise(values)] for values in (losses, base_losses))
+        if len(set(moves)) < 2 or len(set(base_moves)) < 2 or correlation(moves, base_moves) >= cls.together:
+            return ""
+        return "its batches are others, or in another order: the losses do not rise and fall together"
 
 
 def noise_of_values(values: Sequence[float]) -> float:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.steps import HealthRule, Remedy
-from fp8bench.features.train.values import LayerReading, StepFigure
+from fp8bench.features.train.health.steps import HealthRule, Remedy, newest
+from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
 Before = deque[LayerReading]
@@ -148,7 +148,8 @@ class Lag(TensorRule):
         lags = [layer_reading.lag for layer_reading in (*previous, reading) if layer_reading.lag is not None]
         if len(lags) <= self.keep or min(lags) <= self.far:
             return ""
-        return f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
+        words = f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
+        return words + stale_history(reading, previous)
 
 
 class OverflowBurst(TensorRule):
@@ -159,13 +160,14 @@ class OverflowBurst(TensorRule):
     share = 0.05
     times = 5.0
     alarms_at = f"{share:.0%} of all elements, and {times:g} times the median of the {keep} readings before"
-    remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
+    remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, previous: Before) -> str:
         usual = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
         if reading.saturated < self.share or reading.saturated < self.times * usual:
             return ""
-        return f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
+        words = f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
+        return words + stale_history(reading, previous)
 
 
 class UnderflowCreep(TensorRule):
@@ -175,7 +177,7 @@ class UnderflowCreep(TensorRule):
     keep = 8
     rise = 0.25
     alarms_at = f"the last 3 readings all {rise:.0%} of all elements above the median of the first {keep}"
-    remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
+    remedies = (Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def judge(self, reading: LayerReading, previous: Before) -> str:
@@ -188,7 +190,8 @@ class UnderflowCreep(TensorRule):
         last = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
         if min(last) < usual + self.rise:
             return ""
-        return f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
+        words = f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
+        return words + stale_history(reading, previous)
 
 
 class WeightsBehind(TensorRule):
@@ -229,6 +232,27 @@ def of(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
+# Readings with one scale, while magnitudes moved by at least so many octaves, from which on a history counts as stale.
+_STALE_READINGS, _STALE_OCTAVES = 2, 0.5
+
+
+def stale_history(reading: LayerReading, previous: Before) -> str:
+    """Returns the end of a sentence about a tensor whose scale has stayed while its magnitude moved, or ''."""
+    same = [reading]
+    for old in reversed(previous):
+        if old.scale != reading.scale:
+            break
+        same.append(old)
+    magnitudes = known_octaves(old.amax for old in same)
+    moved = max(magnitudes, default=0.0) - min(magnitudes, default=0.0)
+    if reading.scale == 1 or len(same) < _STALE_READINGS or moved < _STALE_OCTAVES:
+        return ""
+    return (
+        f": its amax history is stale, since the scale stayed at {reading.scale:.3g} for {len(same)} readings in which "
+        f"the largest magnitude moved by {moved:.1f} octaves"
+    )
+
+
 class FigureRule(HealthRule[StepFigure]):
     """A rule over one figure, separately for each layer; the last `keep` values are kept."""
 
@@ -251,40 +275,68 @@ class FigureRule(HealthRule[StepFigure]):
         raise NotImplementedError
 
 
-class EmbeddingCollapse(FigureRule):
-    """An embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still."""
+# Spreads of a table, each with the loss at the time.
+Spreads = deque[tuple[float, float]]
+
+
+class EmbeddingCollapse(HealthRule[Any]):
+    """A table of tokens spreads as it learns; one of positions may shrink, while the loss falls or stays."""
 
     name = "embedding-collapse"
-    figure = "embedding_spread"
+    reads = StepRow | StepFigure
     keep = 20
     share = 0.75
-    alarms_at = f"below {share:g} of the largest spread in the last {keep} readings"
+    worse = 1.02
+    losses = 10
+    alarms_at = (
+        f"below {share:g} of the largest spread in the last {keep} readings, at a median of {losses} losses {worse:g} "
+        "times that of then"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
+    _losses: deque[float] = newest(losses)
+    _spreads: dict[str, Spreads] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=20)))
 
-    def judge(self, line: StepFigure, last: deque[float]) -> str:
-        largest = max(last)
-        if not line.value < self.share * largest:
+    def see(self, line: StepRow | StepFigure) -> str:
+        if isinstance(line, StepRow):
+            self._losses.append(line.loss)
+            return ""
+        if line.name != "embedding_spread":
+            return ""
+        loss = median(self._losses or [math.inf])
+        spreads = self._spreads[line.layer]
+        spreads.append((line.value, loss))
+        largest, loss_then = max(spreads)
+        if not line.value < self.share * largest or loss < self.worse * loss_then:
             return ""
         return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
 
 
 class LayerStill(HealthRule[Any]):
-    """Matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%."""
+    """Matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%. A part
+    that is used now and then has no gradient in a few steps in turn."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
     share = 0.1
     keep = 3
+    steps = 10
+    times = 3
+    never = 25
     alarms_at = (
-        f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all but embeddings, times "
-        "the least factor of --rates, or its group's share of the highest rate; 2, where it no longer moves at all"
+        f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all that have a gradient "
+        "but embeddings, times the least factor of --rates, or its group's share of the highest rate; 2, where it no "
+        f"longer moves at all; {steps} steps in turn without a gradient, and {times} times those before; {never} from "
+        "the start"
     )
-    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _moved: dict[str, float] = field(default_factory=dict)
     _no_matrices: set[str] = field(default_factory=set)
     _low: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _shares: dict[str, float] = field(default_factory=dict)
     _has_moved: set[str] = field(default_factory=set)
+    # The last step and norm of each gradient, and the gap without one: now, and the longest before.
+    _gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _gaps: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def see(self, line: LayerReading | StepFigure) -> str:
         if isinstance(line, LayerReading):
@@ -297,12 +349,33 @@ class LayerStill(HealthRule[Any]):
             self._moved.pop(line.layer, None)
         if line.name == "rate_share":
             self._shares[line.layer] = line.value
+        if line.name == "weight_gradient":
+            self._gradients[line.layer] = line.step, line.value
         # Only a layer with a weight reading counts as a matrix.
-        matrix = line.layer in self._moved and line.layer not in self._no_matrices
-        if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
+        if line.layer not in self._moved or line.layer in self._no_matrices or not math.isfinite(line.value):
             return ""
-        self._moved[line.layer] = line.value
-        usual = median(value for value in self._moved.values() if math.isfinite(value))
+        if line.name == "steps_without_gradient":
+            return self._judge_gap(line)
+        return self._judge_update(line) if line.name == "update_ratio" else ""
+
+    def _judge_gap(self, line: StepFigure) -> str:
+        gap, longest = self._gaps.get(line.layer, (0.0, 0.0))
+        longest = max(longest, gap) if line.value < gap else longest
+        self._gaps[line.layer] = line.value, longest
+        fewest = self.steps if line.layer in self._gradients else self.never
+        if line.value < fewest or line.value <= self.times * longest:
+            return ""
+        return f"no gradient has reached {line.layer} in {line.value:g} steps in turn"
+
+    def _judge_update(self, line: StepFigure) -> str:
+        step, gradient = self._gradients.get(line.layer, (line.step, math.nan))
+        if self._gradients and (step != line.step or math.isnan(gradient)):
+            self._moved[line.layer] = math.nan
+            return ""
+        # What decay alone moves says nothing about how fast others learn.
+        self._moved[line.layer] = line.value if gradient else math.nan
+        moving = [value for value in self._moved.values() if 0 < value < math.inf]
+        usual = median(moving) if moving else 0.0
         # A layer may be slow intentionally, by --rates or its group.
         slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
         low = line.value < self.share * slowest * usual

@@ -1,4 +1,4 @@
-"""Figures of a loop without a reference: its handling of gradients and its optimizer between steps, its inputs,
+"""Figures of a loop without a reference: its handling of gradients and its optimizer between steps,
 predictions and the gains of norms.
 
 No tensor is read between watched steps.
@@ -63,10 +63,6 @@ class LoopHabits:
         self._marks = self._mark_gradients()
         self._was_cleared = self._began = self._others_stepped = False
         self._states, self._age = 0, 0.0
-        self._inputs: Tensor | None = None
-        self._repeats: Tensor | float = 0.0
-        self.examples = 0
-        self._data: dict[str, Any] = {}
         self._noticed: list[str] = []
         self._present: set[str] = set()
 
@@ -84,30 +80,19 @@ class LoopHabits:
         finally:
             handle.remove()
 
-    def take_inputs(self, inputs: Any, watched: bool = False) -> None:
-        self._data = data_figures(inputs) if watched else {}
-        fingerprint, self.examples = fingerprint_of(inputs)
-        # Compared on the device, so that the host need not wait for the result.
-        if fingerprint is not None:
-            same = fingerprint == self._inputs if self._inputs is not None else torch.zeros_like(fingerprint)
-            self._inputs, self._repeats = fingerprint, (self._repeats + 1) * same
-
     def figures(self, parameters: Parameters) -> dict[tuple[str, str], Tensor | float]:
-        """Returns, by name and layer: how many steps in a row had the same inputs, and lower rates as shares of the
-        highest."""
+        """Returns lower rates as shares of the highest, by name and layer."""
         # Groups of an optimizer may learn at different rates: health rules must know the slow ones.
         highest = self.rate()
         shares: dict[int, float] = {}
         for rate, group in self._groups():
             if highest > 0:
                 shares |= dict.fromkeys(map(id, group["params"]), rate / highest)
-        slower = {
+        return {
             ("rate_share", name.removesuffix(".weight")): share
             for name, parameter in parameters.items()
             if (share := shares.get(id(parameter), 1.0)) < 1
         }
-        data = {(name, ""): value for name, value in self._data.items()}
-        return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
     @torch.no_grad()
     def backward_begins(self) -> None:
@@ -151,10 +136,10 @@ class LoopHabits:
         """Makes the next backward the first of a step."""
         self._marks, self._was_cleared, self._began = self._mark_gradients(), True, False
 
-    def update_begins(self) -> None:
+    def update_begins(self, moments_zeroed: bool = False) -> None:
         self._set(GRADIENTS_LEFT, self._began and not self._was_cleared)
         states, age = self._moments()
-        self._set(MOMENTS_GONE, states < self._states or age < self._age)
+        self._set(MOMENTS_GONE, states < self._states or age < self._age or moments_zeroed)
 
     def rate(self) -> float:
         """Returns the highest rate of all groups; NaN for an optimizer that finds its own."""

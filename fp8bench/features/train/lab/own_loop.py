@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import wraps
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.batch_figures import BatchMemory
 from fp8bench.features.train.lab.loop_figures import (
     LoopHabits,
     listening,
@@ -25,9 +26,11 @@ from fp8bench.features.train.lab.loop_figures import (
     parameters_of,
     predictions_of,
 )
+from fp8bench.features.train.lab.loop_state import LoopState
 from fp8bench.features.train.lab.own_ranks import Ranks
 from fp8bench.features.train.lab.rates import joint
 from fp8bench.features.train.lab.readings import Figures, dense, read
+from fp8bench.features.train.lab.replicas import Replicas
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, Lines, StepFigure, StepRow, TrainingEvent, Validation
 
@@ -67,6 +70,7 @@ class OwnLoop:
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
         self._watch = ModelWatch(module, name, precision=precision, eager=eager)
         self._habits = LoopHabits(module, optimizer)
+        self._batches, self._state, self._replicas = BatchMemory(), LoopState(module), Replicas(module)
         self._ranks = Ranks()
         self._step, self._began, self._in_step = 0, 0.0, in_step
         self._first_watched = int(in_step)
@@ -157,7 +161,7 @@ class OwnLoop:
         """The optimizer is gone: writes the remaining rows and drops everything of the model."""
         self.__exit__()
         self._seen, self._before, self._losses, self._roots = None, [], [], []
-        del self._module, self._watch, self._habits
+        del self._module, self._watch, self._habits, self._state
 
     def loss(self, value: Tensor | float) -> None:
         """Sets the loss of a micro-batch, for a module that does not return it."""
@@ -186,8 +190,10 @@ class OwnLoop:
         # transformers: the loss is divided by the items of all micro-batches.
         self._are_parts = any(isinstance(some, dict) and some.get("num_items_in_batch") is not None for some in inputs)
         if self._is_first:
-            self._is_first = False
-            self._habits.take_inputs(inputs, self._seen is not None)
+            self._batches.take_inputs(inputs, self._seen is not None)
+        else:
+            self._batches.add_examples(inputs)
+        self._is_first = False
 
     def _find_skipped(self, losses: int) -> None:
         """Ends a step whose gradients were discarded, as a GradScaler does if they overflow. `losses` is the number of
@@ -216,6 +222,7 @@ class OwnLoop:
         self._habits.backward_begins()
         if self._seen is not None and root is not None and not self._predictions:
             self._predictions = predictions_of(root)
+            self._batches.see_targets(root)
 
     def _end_backward(self, root: Tensor | None) -> None:
         # The backward of another model changes no gradient of this one.
@@ -248,31 +255,37 @@ class OwnLoop:
 
     @torch.no_grad()
     def _read_gradients(self) -> None:
-        self._habits.update_begins()
+        self._habits.update_begins(self._state.update_begins(self._optimizer))
         trained = parameters_of(self._optimizer)
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        gradients = {id(parameter): parameter.grad for parameter in trained if parameter.grad is not None}
         if not gradients:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer undoes a GradScaler's scale itself
-        norm = self._norm_of(gradients)
+        norms = dict(zip(gradients, self._norms_of(list(gradients.values())), strict=True))
+        norm = joint(list(norms.values()))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._before = [local(parameter).detach().clone() for parameter in self._trained_parameters.values()]
             sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in self._before])
-            self._seen.named["weights_before", ""] = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
+            digest = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
+            self._seen.named["weights_before", ""] = digest
+            self._seen.named |= self._replicas.figures(self._step, digest)
+            names = self._trained_parameters.items()
+            self._seen.see_gradients({name: norms[id(weight)] for name, weight in names if id(weight) in norms})
 
-    def _norm_of(self, tensors: list[Tensor]) -> Tensor:
-        """Returns the norm of all tensors; of several ranks, what this one contributes to it."""
+    def _norms_of(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        """Returns the norms of tensors; of several ranks, what this one contributes to each."""
         norms = torch._foreach_norm([dense(local(tensor)) for tensor in tensors])
         if self._ranks.size > 1:
             norms = torch._foreach_mul(norms, [math.sqrt(self._ranks.share(tensor)) for tensor in tensors])
-        return joint(norms)
+        return norms
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._end_step()
         self._habits.end_update()
+        self._state.end_update(optimizer)
         self._in_step = self._in_update = False
         self._begin()
 
@@ -292,7 +305,7 @@ class OwnLoop:
             self._size = joint(torch._foreach_mul(sizes, shares))
             ratio = joint(torch._foreach_mul(moved, shares)) / self._size
             self._seen.named |= {(name, ""): value for name, value in self._predictions.items()}
-            self._seen.named |= self._habits.figures(trained)
+            self._seen.named |= self._batches.figures() | self._habits.figures(trained) | self._state.figures(trained)
         # A row needs both: gradients that the optimizer got, and a loss. A GradScaler skips what is not finite.
         loss = self._loss()
         is_skipped_by_scaler = is_skipped and self._scaler is not None

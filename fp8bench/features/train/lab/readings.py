@@ -346,6 +346,12 @@ def embedding_spread(weight: Tensor) -> Tensor:
     return norm / math.sqrt(max(len(rows), 1))
 
 
+def largest_row(weight: Tensor) -> Tensor:
+    """Returns the norm of the largest row of an embedding over that of the median row."""
+    norms: Tensor = torch.linalg.vector_norm(weight.detach().to(torch.float32), dim=-1)
+    return norms.amax() / norms.median().clamp(min=1e-30)
+
+
 def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
     """Returns how many of the batch's standard deviations a running mean is off, as the root mean square over channels.
     `channels_last`: channels are in the last dimension instead of the second, as in torch's layers."""

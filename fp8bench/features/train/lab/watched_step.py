@@ -39,6 +39,7 @@ from fp8bench.features.train.lab.readings import (
     cast_of,
     embedding_spread,
     figures_of,
+    largest_row,
     read,
     reading_of,
     running_mean,
@@ -234,6 +235,13 @@ class WatchedStep:
         if watch.is_foreign and (watch.is_eager or not uses_compiled_code()):
             stack.enter_context(attention_seen(guard(self._see_attention)))
 
+    def see_gradients(self, norms: Mapping[str, Tensor]) -> None:
+        """Records the norm of each matrix's gradient, of those by parameter."""
+        for path, norm in norms.items():
+            layer = path.removesuffix(".weight")
+            if layer in self._watch.weights and layer not in self._watch.embeddings:
+                self.named["weight_gradient", layer] = norm
+
     @torch.no_grad()
     def see_update(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
         """Records an update of the weights: norms of the changes and of the weights, by parameter."""
@@ -244,7 +252,9 @@ class WatchedStep:
         if self._watch.is_foreign:
             self.named |= {("kept_scale", path): value for path, value in kept_scales(self._watch.model)}
         for layer in self._watch.embeddings:
-            self.named["embedding_spread", layer] = embedding_spread(self._watch.table(layer))
+            table = self._watch.table(layer)
+            self.named["embedding_spread", layer] = embedding_spread(table)
+            self.named["largest_row", layer] = largest_row(table)
         for path, norm in moved.items():
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
         for path, gain in self._watch.gains.items():

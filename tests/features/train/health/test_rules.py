@@ -25,6 +25,7 @@ from fp8bench.features.train.values import (
     StepFigure,
     StepRow,
     StreamLine,
+    TrainingEvent,
 )
 from tests.counts import for_each
 
@@ -110,8 +111,54 @@ def guessing(loss: Callable[[int], float]) -> Iterator[StreamLine]:
 
 def given(again: Iterable[float], examples: float = 32) -> Iterator[StreamLine]:
     for number, times in enumerate(again):
-        yield StepFigure("bf16", 0, 10 * number, "examples", examples)
         yield StepFigure("bf16", 0, 10 * number, "inputs_again", times)
+        yield StepFigure("bf16", 0, 10 * number, "examples", examples)
+
+
+def cycled(period: int, new: int, examples: float = 32) -> Iterator[StreamLine]:
+    """Watched steps of a loader that begins again after `new` batches, `period` of them over and over."""
+    for step in range(0, 400, 10):
+        again = max(0, step - new + 1)
+        for name, value in {
+            "again": 0,
+            "cycled": again,
+            "period": period * bool(again),
+            "new": min(step + 1, new),
+        }.items():
+            yield StepFigure("bf16", 0, step, f"inputs_{name}", value)
+        yield StepFigure("bf16", 0, step, "examples", examples)
+
+
+def gradients(norms: Callable[[int], float]) -> Iterator[StreamLine]:
+    """Rows with a gradient norm of 1, and the norm of one matrix's gradient in 40 readings."""
+    for number in range(40):
+        yield replace(ROW, step=10 * number)
+        yield StepFigure("bf16", 0, 10 * number, "weight_gradient", norms(number), "blocks.0")
+
+
+def unused(steps: Callable[[int], int]) -> Iterator[StreamLine]:
+    """Readings of a matrix that has had no gradient in so many steps in turn, next to one that has one."""
+    for number in range(40):
+        for layer in ("blocks.0", "head"):
+            yield replace(READING, step=10 * number, layer=layer, role="weight")
+        absent = steps(number)
+        used = ("head",) if absent else ("blocks.0", "head")
+        for layer in used:
+            yield StepFigure("bf16", 0, 10 * number, "weight_gradient", 1.0, layer)
+        for layer in ("blocks.0", "head"):
+            yield StepFigure("bf16", 0, 10 * number, "update_ratio", 5e-3 * (layer in used), layer)
+        if absent:
+            yield StepFigure("bf16", 0, 10 * number, "steps_without_gradient", absent, "blocks.0")
+
+
+def dead(count: int, total: int = 17) -> Iterator[StreamLine]:
+    """Matrices of which so many get a gradient of zeros from the start; weight decay moves them."""
+    for number in range(8):
+        for layer in range(total):
+            yield replace(READING, step=10 * number, layer=f"layers.{layer}", role="weight")
+            yield StepFigure("bf16", 0, 10 * number, "weight_gradient", float(layer >= count), f"layers.{layer}")
+            moved = 5e-3 if layer >= count else 1e-5
+            yield StepFigure("bf16", 0, 10 * number, "update_ratio", moved, f"layers.{layer}")
 
 
 def drifting(mean: Callable[[int], float], deviation: float = 2.0) -> Iterator[StepFigure]:
@@ -158,6 +205,14 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "norm-gain": (lambda: figures("gain", (1.0, 1.1, 1.4, 5.0)), 30),
     "duplicate-inputs": (lambda: figures("duplicates", (0.0, 0.5, 0.75, 0.6)), 30),
     "data-drift": (lambda: drifting(lambda at: 5.0 if at >= 15 else 1.0), 180),
+    "slow-growth": (lambda: readings(30, "weight", amax=lambda number: 2.0 * 1.3 ** max(0, number - 15)), 190),
+    "embedding-row": (lambda: figures("largest_row", (1.4, 1.5, 1.6, 2.9)), 30),
+    "gradient-vanished": (lambda: gradients(lambda number: 0.2 * (number < 20)), 210),
+    "same-conditioning": (lambda: figures("condition_again", (0.0, 0.0, 8.0, 18.0)), 20),
+    "same-targets": (lambda: figures("targets_again", (0.0, 0.0, 1.0, 2.0, 3.0)), 30),
+    "label-shift": (lambda: figures("label_shift", (1.0, 0.9, 1.2, 1.1, 1.3, 2.5, 2.6, 2.4)), 60),
+    "part-in-eval": (lambda: figures("parts_in_eval", (2.0,)), 0),
+    "replicas-apart": (lambda: figures("replicas_apart", (1.0, 1.0)), 0),
     "large-logits": (lambda: figures("logit_range", (8.0, 9.0, 12.0, 60.0)), 30),
 }
 WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
@@ -203,7 +258,28 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
                  for line in (row, StepFigure("bf16", 0, row.step, "entropy", row.loss))),
     "all data in each step": lambda: given((0.0, 10.0, 20.0, 30.0), 512),
     "bags of words": lambda: readings(20, "input", zeros=lambda number: 0.995),
-    "an input that grows": lambda: readings(30, "input", scale=lambda _: 1.0, amax=lambda number: 2.0 * 1.3**number),
+    "a weight that grows ever slower": lambda: readings(60, "weight", amax=lambda number: 0.1 * (number + 1)),
+    "an amax of few outliers": lambda: readings(60, "input", amax=lambda number: 2.0 ** (number * 37 % 11 / 6)),
+    "a part that every fifth step uses": lambda: unused(lambda number: number * 3 % 5),
+    "a part that every fifth step uses, with gradients of zeros":
+        lambda: gradients(lambda number: 0.2 * (number * 3 % 5 == 0)),
+    "a part that is used later": lambda: gradients(lambda number: 0.2 * (number > 9)),
+    "30 batches an epoch, in order": lambda: cycled(30, 30),
+    "40 batches an epoch, shuffled": lambda: cycled(70, 40),
+    "all data in four batches": lambda: cycled(4, 4, 128),
+    "targets that are those of a watched step by chance": lambda: figures("targets_again", (0.0, 1.0, 0.0, 1.0)),
+    "labels of few examples": lambda: figures("label_shift", (0.9, 2.1, 0.4, 1.9, 0.8, 2.2, 1.0, 2.3)),
+    "a table of positions that shrinks as the loss falls":
+        lambda: (line for row in rows(400, loss=lambda step: 3 - step / 200)
+                 for line in (row, StepFigure("bf16", 0, row.step, "embedding_spread", 1 - row.step / 500))),
+    "labels of kinds of batches in turn": lambda: figures("label_shift", (9.0, 6.1, 3.8, 3.0, 2.5, 1.9, 3.5, 3.2, 2.7)),
+    "bursts of updates far below the first":
+        lambda: rows(200, update_ratio=lambda step: 4e-3 if step < 40 else 1e-3 if step == 150 else 1e-4),
+    "rows of frequent words": lambda: figures("largest_row", (1.3 + number / 40 for number in range(40))),
+    "gains that shrink a little": lambda: figures("gain", (1.0, 0.9, 0.7, 0.6)),
+    "a warm-up with a hard batch":
+        lambda: rows(80, rate=lambda step: 1e-4 * (step + 1),
+                     loss=lambda step: wavering(3.6 if step in (50, 51, 52) else 4 - step / 40, step)),
     "gains that are learned": lambda: figures("gain", (0.0, 0.1, 0.5, 0.9)),
     "a layer whose group is slow":
         lambda: (StepFigure("bf16", 0, 0, "rate_share", 0.02, "blocks.0"), *updates(lambda number: 0.02)),
@@ -222,6 +298,64 @@ def test_what_is_ill_is_found(name: str, lines: Callable[[], Iterable[StreamLine
     """A rule alarms once, in the step that shows it."""
     arms = (ARM, FP8) if name == "loss-gap" else ()
     assert alarms(lines(), *arms) == [(name, step)]
+
+
+@for_each(("name", "lines", "step"), [
+    ("loss-back-up",
+     lambda: rows(80, rate=lambda step: 1e-3 * (1 + 0.2 * max(0, step - 40)),
+                  loss=lambda step: wavering(2.8 if step >= 60 else 4 - step / 30, step)), 64),
+    ("norm-gain", lambda: figures("gain", (1.0, 0.8, 0.6, 0.3)), 30),
+    ("data-drift", lambda: figures("input_deviation", [2.0, 2.1] * 5 + [3.5] * 4), 130),
+    ("same-inputs", lambda: cycled(4, 104), 120),
+    ("same-inputs", lambda: cycled(3, 3), 10),
+    ("label-shift", lambda: figures("label_shift", (4.1, 3.8, 4.4, 3.9, 3.6)), 40),
+    ("gradient-vanished", lambda: gradients(lambda number: 0.2 if number < 20 else 1e-3), 210),
+    ("gradient-vanished", lambda: gradients(lambda number: 0.2 * (number < 20 and number != 10)), 240),
+    ("layer-stands-still", lambda: unused(lambda number: 10 * max(0, number - 20)), 210),
+    ("layer-stands-still", lambda: unused(lambda number: 10 * number + 1), 30),
+    ("layer-stands-still", lambda: dead(9), 30),
+    ("layer-stands-still", lambda: dead(16), 30),
+])  # fmt: skip
+def test_rules_find_more_than_one_kind(name: str, lines: Callable[[], Iterable[StreamLine]], step: int) -> None:
+    assert alarms(lines())[0] == (name, step)
+
+
+@for_each(("changes", "words", "remedy"), [
+    ({}, "nothing else differs, so its arithmetic does it", "this layer in bf16"),
+    ({"rate": 5e-4}, "its rate is 0.5 times as large", "the reference's rate"),
+    ({"clipped": 0.4}, "clipping takes 40% more of its gradients", "the reference's rate"),
+    ({"loss_scale": 256.0}, "its loss scale is 256 times as large", "the reference's rate"),
+    ({"tokens": 512}, "its number of tokens per step is 0.5 times as large", "the reference's rate"),
+    ({"shuffled": 7}, "its batches are others, or in another order", "the reference's rate"),
+])  # fmt: skip
+def test_a_gap_is_explained_by_settings_before_arithmetic(changes: dict[str, Any], words: str, remedy: str) -> None:
+    """Both arms have the losses of the same batches, the second one 4% more, unless its batches are shuffled."""
+    noise, shift = [random.Random(step).gauss(0, 0.2) for step in range(80)], changes.pop("shuffled", 0)
+    lines: list[StreamLine] = []
+    for step in range(60):
+        lines += [replace(ROW, step=step, loss=3 + noise[step])]
+        lines += [replace(ROW, arm="fp8", step=step, loss=1.04 * (3 + noise[step + shift]), **changes)]
+    (event,) = Health((ARM, replace(FP8, precision="fp8"))).see(lines)
+    assert event.words.endswith((words, words + ": the losses do not rise and fall together"))
+    assert remedy in event.remedy or (not changes and not shift and event.remedy == "a lower learning rate")
+
+
+def test_a_stale_history_is_the_cause() -> None:
+    """The scale stays while the tensor grows out of it; a scale that follows has no history to blame."""
+
+    def grown(scale: Callable[[int], float]) -> list[TrainingEvent]:
+        lines = readings(
+            9, "input", lag=lambda number: 0.3 * number, amax=lambda number: 2 ** (0.3 * number), scale=scale
+        )
+        return [
+            event for event in Health((FP8,)).see(replace(line, arm="fp8") for line in lines) if event.rule == "lag"
+        ]
+
+    (stale,) = grown(lambda _: 256.0)
+    assert "its amax history is stale, since the scale stayed at 256 for 3 readings" in stale.words
+    assert stale.remedy.startswith("shorter history or interval of delayed scales")
+    (follows,) = grown(lambda number: 256.0 / (1 + number))
+    assert "history" not in follows.words
 
 
 def test_a_gap_within_the_margin_raises_no_alarm() -> None:
