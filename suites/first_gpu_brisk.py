@@ -93,7 +93,7 @@ BRISK_STEPS = (
         "native:bf16,fp8-rowwise", 80, (
             Line("prefill and decode of llama-1b: fp8-rowwise over bf16", ratio("time", "bf16", "fp8-rowwise"),
                  speed=True),
-        ), ("`suite prefill`, `suite decode`, `infer`: caches and weights in formats of their own, experts",)),
+        ), ("`suite prefill`, `suite decode`, `infer`: caches and weights in their own formats, experts",)),
     FirstStep(
         "crossing", f"fp8bench suite gemm --brisk --no-energy --set shape={_SIDES} --set operands=cast,ready --dtypes "
         "native:bf16,fp8", 90, _crossing_lines()),

@@ -385,13 +385,13 @@ LATER_STEPS = (
         Line("gpt2-124m, 200 steps", learns)),
     _suite(
         "infer", "fp8bench infer --size llama-1b", 240, Line("infer", said("pays|faster|slower")),
-        rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in formats of their own, experts",)),
+        rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in their own formats, experts",)),
     _suite(
         "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
         rows=("`suite moe`: loads, dispatch, combine, router",)),
     _suite(
         "vision", "fp8bench suite vision --set model=vit --dtypes native:bf16,fp8,mxfp8", 150,
-        rows=("`suite vision`: layouts, a ViT, image beside text",)),
+        rows=("`suite vision`: layouts, a ViT, image next to text",)),
     FirstStep(
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
         (Line("layout", said("together: ")),), quick="--quick",

@@ -47,7 +47,6 @@ REQUEST = Request(
     0.5,
     False,
     "step",
-    True,
     1 << 30,
     "torch",
     2.5,

@@ -208,11 +208,8 @@ def refuse_ranks(request: Any) -> None:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     # A swept option counts as given.
     swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
-    of_ranks = (
-        ("--parallel", settings.parallel),
-        ("--wire", settings.wire != "fp32"),
-    )
-    for word, is_set in of_ranks:
+    of_ranks = {"--parallel": settings.parallel, "--wire": settings.wire != "fp32"}
+    for word, is_set in of_ranks.items():
         if ranks is None and (is_set or word in swept):
             raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
@@ -479,9 +476,7 @@ class TrainingRequest:
     )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
-    ranks: int | None = _as_in_a_run(
-        None, "ranks", "train every arm in so many processes together, each on its own GPU if there are GPUs"
-    )
+    ranks: int | None = _as_in_a_run(None, "ranks", "train every arm in N processes together, each on a GPU of its own")
 
     def __post_init__(self) -> None:
         check_fields(self, TRAINING_RULES)

@@ -22,7 +22,6 @@ from fp8bench.registry import precisions
 EXAMPLES = (
     "fp8bench watch train.py --lr 3e-4  # options before train.py are fp8bench's, those behind it the script's",
     "fp8bench watch --stream fp8.jsonl train.py --fp8  # then: fp8bench compare bf16.jsonl fp8.jsonl",
-    "torchrun --nproc-per-node 2 -m fp8bench watch train.py  # all ranks are watched, rank 0 writes",
 )
 
 
