@@ -60,7 +60,9 @@ class Curve:
 
     @property
     def whole(self) -> bool:
-        return len(self.rows) == self.steps
+        # A script's first step is over when watching begins.
+        first = self.rows[0].step if self.rows else 0
+        return first <= 1 and len(self.rows) == self.steps - first
 
     @property
     def endpoint(self) -> float:

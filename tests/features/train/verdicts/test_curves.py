@@ -277,3 +277,10 @@ def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     assert words.effect(learned).startswith("a gap of 0.") and "another size" in words.effect(learned)
     few = verdicts_of(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
     assert words.effect(few).startswith("with fewer than five seeds it is unknown")
+
+
+@for_each(("first", "whole"), [(0, True), (1, True), (2, False)])
+def test_a_script_is_watched_from_its_second_step_on(first: int, whole: bool) -> None:
+    seen = tuple(rows("a", 0, [5.0, 4.0, 3.0, 2.0, 1.0]))[first:]
+    assert Curve(5, seen).whole is whole
+    assert not Curve(6, seen).whole
