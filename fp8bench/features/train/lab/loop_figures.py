@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import TensorWeakRef
 
 from fp8bench.features.train.lab.low_precision import Parameters, Tensors
 from fp8bench.features.train.lab.readings import Number
@@ -27,10 +28,6 @@ _LOOKED_AT = 1 << 12
 # With fewer examples, or fewer values per example, equal ones are expected.
 _LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-# Identity and version of a gradient, and the version of its parameter. Holding gradients would keep their memory.
-Mark = tuple[int, int, int]
-
-
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -51,6 +48,19 @@ def without_wrappers(module: nn.Module) -> tuple[nn.Module, str]:
         prefix += f"{names[0]}."
         module = getattr(module, names[0])
     return module, prefix
+
+
+class Mark(NamedTuple):
+    """A gradient with its version, and the version of its parameter. It keeps no gradient in memory; an `id` would be
+    that of the next gradient, which often gets the same memory."""
+
+    gradient: TensorWeakRef
+    version: int
+    weight_version: int
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        return gradient is not None and self.gradient() is gradient and local(gradient)._version == self.version
 
 
 class LoopHabits:
@@ -100,14 +110,16 @@ class LoopHabits:
         backward."""
         self._began = True
         pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
-        untouched = (mark[:2] == (_mark_of(parameter) or ())[:2] for parameter, mark in pairs if mark is not None)
-        self._was_cleared |= not any(self._marks) or not all(untouched)
+        untouched = [mark.is_untouched(parameter) for parameter, mark in pairs if mark is not None]
+        self._was_cleared |= not untouched or not all(untouched)
 
     def end_backward(self) -> bool:
         """Returns whether the backward has reached parameters of the optimizer."""
-        marks, self._others_stepped = self._mark_gradients(), False
-        reached = [mark and mark[:2] for mark in marks] != [mark and mark[:2] for mark in self._marks]
-        self._marks = marks
+        reached = any(
+            not mark.is_untouched(parameter) if mark is not None else parameter.grad is not None
+            for parameter, mark in zip(parameters_of(self._optimizer), self._marks, strict=False)
+        )
+        self._marks, self._others_stepped = self._mark_gradients(), False
         return reached
 
     @torch.no_grad()
@@ -120,7 +132,7 @@ class LoopHabits:
         if not self._began or not marked or not cleared:
             return ""
         # Another optimizer's loss may pass through this module, as a GAN's does.
-        changed = any(parameter._version != mark[2] for parameter, mark in marked)
+        changed = any(parameter._version != mark.weight_version for parameter, mark in marked)
         return "used" if self._others_stepped or changed else "skipped"
 
     @staticmethod
@@ -129,8 +141,7 @@ class LoopHabits:
         if gradient is None:
             return True
         # Untouched gradients need no look at their values, which would wait for the device.
-        shard = local(gradient)
-        return (id(gradient), shard._version) != mark[:2] and not bool(shard.any())
+        return not mark.is_untouched(parameter) and not bool(local(gradient).any())
 
     def forget_gradients(self) -> None:
         """Makes the next backward the first of a step."""
@@ -185,7 +196,7 @@ def _mark_of(parameter: Tensor) -> Mark | None:
     if gradient is None:
         return None
     # FSDP2 adds to the shard, which leaves the version of the whole unchanged.
-    return id(gradient), local(gradient)._version, parameter._version
+    return Mark(TensorWeakRef(gradient), local(gradient)._version, parameter._version)
 
 
 # Receives the single number that a backward begins from, detached at its end; None if it begins from anything else.
