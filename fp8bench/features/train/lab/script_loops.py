@@ -55,7 +55,7 @@ class ScriptLoops:
             path = short_path(loop.path)
             if loop.rows:
                 shown = _write_page(loop.path, self._store) or f"fp8bench report {path}"
-                self._say(f"{many(loop.rows, 'step')} of {loop.title} watched\n  {shown}")
+                self._say(f"{many(loop.rows, 'step')} of {loop.title} watched: {shown}")
             else:
                 self._say(f"no loss of {loop.title} was seen: {path} has no steps. {_LINE}")
         if len(self._loops) > _REPORTED:
