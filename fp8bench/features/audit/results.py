@@ -221,8 +221,8 @@ def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
                 return
 
 
-# Sizes are tried for this many seconds.
-_SIZES_SECONDS = 15.0
+# Sizes are tried for this many seconds: a few on an idle machine, and the largest come last on a busy one.
+_SIZES_SECONDS = 40.0
 _TILES, _LEAN = "tiles of different sizes", "signs that lean"
 # From this length on, bfloat16 cannot hold sums of signs.
 _LONG = 2000
