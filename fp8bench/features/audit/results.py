@@ -221,7 +221,7 @@ def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
                 return
 
 
-# Sizes are tried for this many seconds: a few on an idle machine, and the largest come last on a busy one.
+# An idle machine needs a few seconds for all sizes; on a busy one the largest, which come last, need more.
 _SIZES_SECONDS = 40.0
 _TILES, _LEAN = "tiles of different sizes", "signs that lean"
 # From this length on, bfloat16 cannot hold sums of signs.
