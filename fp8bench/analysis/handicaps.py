@@ -39,7 +39,7 @@ _MORE_COPIES = 0.1
 _MORE_WIDE = 0.05
 _MORE_SLEEP = _MORE_THREADS = 0.1
 # The same threads take up to this many times as long on a busy machine.
-_MANY_TIMES = 2.0
+_MANY_TIMES = 3.0
 # A reference is suspect if it yields its core this many times more often per step.
 _MORE_WAITS = 0.5
 # A reference is suspect if it spends this larger share of its time outside torch's operators.
