@@ -124,7 +124,7 @@ def memory(text: str) -> int:
         value = bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-    # Less than a byte is no size.
+    # 0 would mean ALL_MEMORY: the rule gets a number that it rejects.
     return _held(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 
 

@@ -81,6 +81,8 @@ class QueueFiller(NamedTuple):
 
     launch: Callable[[], object]
     seconds: float
+    # The graph reads and writes these, and keeps none of them alive.
+    tensors: tuple[object, ...] = ()
 
 
 @devices.register("cuda")
@@ -186,7 +188,8 @@ class Cuda(Gpu):
         launch()
         end.record()
         end.synchronize()
-        return QueueFiller(launch, max(begin.elapsed_time(end) * 1e-3, _LEAST_FILLING_SECONDS))
+        seconds = max(begin.elapsed_time(end) * 1e-3, _LEAST_FILLING_SECONDS)
+        return QueueFiller(launch, seconds, (a, b, product))
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         import torch

@@ -156,8 +156,9 @@ class CapacityPass:
         try:
             limit = self._limits.first(tried.work, 2 * _TIMED_STEPS)
             seconds = self._worker.within(limit).pace(tried.case, facts, _TIMED_STEPS)
-        except WorkerError:
+        except WorkerError as error:
             self._worker.restart()
+            outcome.add_detail(f"no pace of its largest batch: {error}")
             return
         outcome.note(capacity=replace(found, seconds=seconds))
 

@@ -340,6 +340,8 @@ def model_products(text: str) -> ModelProducts:
     hidden, ffn, heads = (sizes[name] for name in _SIZE_NAMES[:3])
     if "head" not in sizes and hidden % heads:
         raise ValueError(f"{heads} heads do not divide hidden:{hidden}; give the width of a head, as in head:128")
+    if heads % sizes.get("kv", heads):
+        raise ValueError(f"kv:{sizes['kv']} does not divide heads:{heads}")
     features = block_features(hidden, ffn, heads, sizes.get("kv", 0), sizes.get("head", 0))
     return ModelProducts(features, sizes.get("tokens"))
 

@@ -39,6 +39,12 @@ from fp8bench.worker.switches import recorded_values, refuse_distorted_reference
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
+def _is_of_fp8bench(workload: Workload) -> bool:
+    """Whether only fp8bench's code launches work between phases; the suite `model` runs a user's model."""
+    module = type(workload).__module__
+    return module.startswith("fp8bench.") and module != "fp8bench.workloads.model"
+
+
 class Bench(UntimedPasses):
     """Holds prepared states by key and answers requests about them. Each public method is a request of the parent."""
 
@@ -114,10 +120,10 @@ class Bench(UntimedPasses):
             make = partial(self._state_after_one_step, workload, case, facts)
             first = make()
             states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
-            # On a GPU, find the marks that may share a stamp. Not in a user's suite, whose kernels may not be seen; nor
-            # in a compiled model, which is to be called as it will be timed.
+            # On a GPU, find the marks that may share a stamp. Not in a user's suite or model, whose kernels may not be
+            # seen; nor in a compiled model, which is to be called as it will be timed.
             is_compiled = dict(case.params).get("compile", "no") != "no"
-            if facts.accelerated and not is_compiled and type(workload).__module__.startswith("fp8bench."):
+            if facts.accelerated and not is_compiled and _is_of_fp8bench(workload):
                 marks, begins = marks_of_step(partial(step, workload, first.held, first.scales))
         # 2. Prepare the contents of the cache before a call.
         flush = flush_of(facts) if cache == COLD else None

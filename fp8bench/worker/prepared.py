@@ -60,7 +60,7 @@ def begins_alone() -> None:
 
 
 def asks_nobody(here: bool) -> bool:
-    """Returns the own answer: without other ranks there is none that could differ."""
+    """Returns this process's answer: there are no other ranks to ask."""
     return here
 
 
@@ -375,8 +375,8 @@ class Prepared:
         return bool(self._missing) and median(self._missing) > 0
 
     def _take_more_slots(self) -> None:
-        """A loaded machine can lengthen two of the three slots of a short run, which accuses nobody yet. Ranks take as
-        many as the slowest of them needs."""
+        """Takes more slots before a step is accused: a loaded machine can lengthen two of the three slots of a short
+        run. Ranks take as many as the slowest of them needs."""
         until = time.perf_counter() + _SECOND_LOOK_SECONDS
         while self.is_so_anywhere(self._needs_more_slots(until)):
             self.slot(4, 0)

@@ -160,8 +160,8 @@ class UntimedPasses:
         with self._apart(case, facts, frees=True) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
-            for number in range(_WARM_STEPS + steps):
-                if number > _WARM_STEPS and sum(seconds) > _ENOUGH_SECONDS:
+            for _ in range(_WARM_STEPS + steps):
+                if sum(seconds[_WARM_STEPS:]) > _ENOUGH_SECONDS:
                     break
                 device.synchronise(facts.index)
                 began = time.perf_counter()

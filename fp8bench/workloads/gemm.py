@@ -256,7 +256,7 @@ def parse_shape(text: str) -> str:
 
 
 def _is_model(shape: str) -> bool:
-    return shape in MODELS or shape.startswith("hidden:")
+    return shape in MODELS or "hidden:" in shape
 
 
 def parse_sides(text: str) -> str:

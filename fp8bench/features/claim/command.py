@@ -202,6 +202,11 @@ def questions_of(file: ClaimsFile) -> dict[str, Question]:
         for part in row.parts:
             if part not in file.claims or file.claims[part].kind is ClaimKind.ALL_OF:
                 raise UsageError(f"{file.name}, {row.id}: the part {part!r:.80} is not another claim of the same file.")
+            if file.claims[part].published:
+                raise UsageError(
+                    f"{file.name}, {row.id}: the part {part!r:.80} compares a published figure, which is "
+                    "neither true nor false. Remove it."
+                )
     return {words: _question(f"{file.name}, {row.id}", words) for words, row in runs.items()}
 
 

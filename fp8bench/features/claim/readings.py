@@ -60,9 +60,24 @@ def _read_run(claim: Claim, run: Run) -> Reading:
     if not claim.is_ratio:
         low, high = metric.bounds or (value - step * abs(value), value + step * abs(value))
         return Reading(value, low, high, run.id)
-    if metric.interval is not None:
-        return Reading(metric.interval.point, metric.interval.low, metric.interval.high, run.id)
+    return _ratio(name, metric, record, judged, run, step, value)
+
+
+def _ratio(
+    name: str, metric: Metric, record: Record, judged: Mapping[str, Finding], run: Run, step: float, value: float
+) -> Reading:
+    """Returns the figure over the reference's, with the interval of rounds where there is one."""
     reference = _reference_of(record, run)
+    is_cost = not metric.spec.of_workload and name not in _OF_A_DEVICE
+    if reference is not None and reference.support.is_emulated and is_cost:
+        return Reading(None, run=run.id, why=_EMULATED.format(f"the reference {reference.case.mode}", name))
+    if metric.interval is not None:
+        # A ratio of times is the speed-up's inverse, and as uncertain.
+        if metric.interval.level == 0:
+            return Reading(None, run=run.id, why="too few rounds for an interval")
+        finding = judged.get(record.case.id)
+        floor = 1 + ((finding.floor or 0.0) if finding is not None and name == str(TIME) else 0.0)
+        return Reading(metric.interval.point, metric.interval.low / floor, metric.interval.high * floor, run.id)
     base = _metrics(reference, judged.get(reference.case.id), run).get(name) if reference is not None else None
     base_value = None if base is None else base.value if base.best is None else base.best
     if not base_value:
@@ -133,6 +148,8 @@ def _read_training(claim: Claim, run: KeptTraining) -> Reading:
         return _gap(name, figures, training.id)
     if claim.is_ratio:
         reference: ArmSummary = judged.summaries[0]
+        if name in _ARM_COSTS and not reference.arm.native:
+            return Reading(None, run=training.id, why=_EMULATED.format(reference.arm.name, name))
         base = figures_of(reference, judged.verdicts).get(name)
         value = value / base if value is not None and base else None
     if value is None:

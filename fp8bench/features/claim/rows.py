@@ -210,6 +210,8 @@ def _spec_of_figure(claim: Claim) -> MetricSpec | None:
     if claim.run.startswith("train"):
         if name not in TRAINING_FIGURES:
             raise UnknownName("figure of a training", name, TRAINING_FIGURES)
+        if claim.is_ratio and name in ("gap", "held_out_gap"):
+            raise UsageError(f"{name} is a share of the reference's loss already, and has no ratio. Remove ` ratio`.")
         return None
     if claim.figure == "speedup":
         return None
@@ -221,10 +223,13 @@ def _spec_of_figure(claim: Claim) -> MetricSpec | None:
     return spec
 
 
+_TRAINING_RESOLUTION = {"loss": 0.001, "held_out": 0.001, "tokens_per_second": 0.01, "joules_per_step": 0.01}
+
+
 def resolution_of(claim: Claim, spec: MetricSpec | None) -> float:
     """Returns the smallest share by which the figure can differ for reasons that the claim is not about; 0 is exact."""
     if claim.figure == "speedup":
         return 0.01
     if spec is None:
-        return 0.001 if claim.figure.removesuffix(" ratio") in ("loss", "held_out") else 0.0
+        return _TRAINING_RESOLUTION.get(claim.figure.removesuffix(" ratio"), 0.0)
     return 0.0 if spec.counted or spec.unit in ("B", "count") else spec.least_change

@@ -164,7 +164,7 @@ class Study:
         for layer in dict.fromkeys(trial.name for trial in self.probes):
             errors = self.form_errors(layer)
             near = (form for form in FORMATS if form in errors and errors[form] <= _NEAR * min(errors.values()))
-            proposed[layer] = next(near, self.low)
+            proposed[layer] = next(near, self.reference)  # no format worked
         return proposed
 
     def stated_map(self, trial: LayerTrial) -> PrecisionMap:

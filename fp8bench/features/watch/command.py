@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: those of the script; 2 wrong usage, before the script begins."
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
-    words = "a new file for the lines; default watched/SCRIPT-N.jsonl in the store. A second optimizer gets FILE.2"
+    words = "a new file for the lines; default watched/SCRIPT-N.jsonl. a second optimizer gets FILE.2.jsonl"
     parser.add_argument("--stream", type=types.path, metavar="FILE", help=words)
     words = "one step in every N is watched in full; default 10"
     parser.add_argument("--stride", type=types.whole(whole_number(1)), default=10, metavar="N", help=words)
