@@ -469,7 +469,7 @@ class TrainingRequest:
     own_batch: int | None = option(
         None,
         MEMORY_SIZE,
-        "also find the largest batch of each native arm in so much memory, like 2GiB, and compare arms at their own",
+        "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
         LENGTH,
         parse="memory",
