@@ -361,7 +361,7 @@ class TrainerSettings:
         WHAT,
     )
     on_nan: str = _choice(
-        "stop", ("stop", "skip"), "what an arm does after a step that is not finite; default {default}"
+        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"
     )
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
