@@ -34,16 +34,16 @@ VERBS = ("measure", "understand", "decide", "guard", "machine")
 # FIRST_OPTIONS, which --help shows if there are many options.
 _CORE = {
     "suite": "measure: run a suite in several precisions: speed, error, memory",
-    "profile": "measure: run a model of your own, as it came and in low precision",
-    "show": "understand: print a stored run, duel or training again",
-    "report": "understand: write the report of stored runs, side by side if several",
+    "profile": "measure: measure your model unchanged and in low precision",
+    "show": "understand: print a stored run, duel or training",
+    "report": "understand: write a report of stored runs, side by side if several",
     "compare": "understand: compare two runs, commits or stores",
-    "history": "understand: follow figures over commits, and find where they changed",
+    "history": "understand: follow figures over commits and find where they changed",
     "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
-    "doctor": "machine: say what this one can do, what not, and why",
+    "doctor": "machine: report what this machine supports, and why not",
     "list": "machine: name suites, precisions, backends and devices",
-    "store": "machine: remove what nobody needs of a store",
-    "completion": "machine: print the script that completes commands in bash or zsh",
+    "store": "machine: delete files of a store that no result needs",
+    "completion": "machine: print a completion script for bash or zsh",
 }
 # Packages whose import name differs.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}

@@ -72,15 +72,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=types.sessions,
         default=types.Sessions(),
         metavar="N[@TIME]",
-        help="measure it N times by fresh processes, TIME (90s, 10m, 1h) apart, because what a machine does "
-        "changes over minutes: an interval spans all sessions; default 1",
+        help=(
+            "repeat the run N times in fresh processes, TIME (90s, 10m, 1h) apart; intervals span all sessions "
+            "and so include slow changes of the machine; default 1"
+        ),
     )
     how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     how.add_argument(
         "--write-plan",
         type=types.path,
         metavar="FILE",
-        help="with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one",
+        help="with --dry-run: also write the plan to FILE, divided into cells for --plan and --cell",
     )
     _add_where(parser.add_argument_group("where"))
 
@@ -91,19 +93,20 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         "--config",
         type=types.path,
         metavar="FILE",
-        help="options in YAML, by their names without dashes, and suite: NAME; the command line wins",
+        help="options in YAML, by name without dashes, and suite: NAME; the command line overrides it",
     )
-    group.add_argument(
-        "--resume", metavar="RUN", help="resume a run that was interrupted: only what it lacks is measured"
-    )
+    group.add_argument("--resume", metavar="RUN", help="resume an interrupted run: measure only what is missing")
     group.add_argument(
         "--plan",
         type=types.path,
         metavar="FILE",
-        help="a plan of --write-plan, of which one --cell is measured; one that is done is not done again",
+        help="measure one --cell of a plan that --write-plan wrote; a finished cell is skipped",
     )
     group.add_argument(
-        "--cell", type=types.whole(whole_number(0)), metavar="N", help="which cell of the plan, counted from 0"
+        "--cell",
+        type=types.whole(whole_number(0)),
+        metavar="N",
+        help="the cell of the plan to measure, counted from 0",
     )
     add_common(group, *OUTPUTS)
 

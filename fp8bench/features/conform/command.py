@@ -39,14 +39,14 @@ _LEGEND = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs every cast and product of each precision twice on the same operands, by the device's own kernels and by "
-        "the emulation, and says what explains the elements that differ. Times nothing."
+        "Runs every cast and product of each precision on the same operands with the device's kernels and "
+        "with the emulation, and explains the elements that differ. Times nothing."
     )
     parser.epilog = (
-        "Exit codes: 0 all are the same, up to the order of sums; 1 something is not; 2 wrong usage; 3 the device does "
-        "none of it."
+        "Exit codes: 0 all are equal, up to the order of sums; 1 something differs; 2 wrong usage; 3 the "
+        "device supports none."
     )
-    add_common(parser, "--dtypes", help="precisions; default all that the device does")
+    add_common(parser, "--dtypes", help="precisions; default all that the device supports")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     add_common(parser, "--seed", help="for the operands; default 0")
     add_common(parser, "--import", help="as in suite")

@@ -28,7 +28,7 @@ Hold it against a commit, as {_WORKFLOW} does for pull requests:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"Writes {_CONFIG} (five options), {_SUITE} (a workload that runs) and "
-        f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Writes over nothing."
+        f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Never overwrites files."
     )
     parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
     parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")

@@ -65,8 +65,8 @@ _LINEAR_KINDS = ("linear", "conv1d", "experts", "head")
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of devices, why, and to "
-        "which sides they could be padded. Needs no device, and times nothing."
+        "Lists the products of linear layers whose shapes native FP8, MX or NVFP4 would refuse on each class "
+        "of devices, the reason, and the sizes to pad them to. Needs no device and times nothing."
     )
     parser.epilog = (
         "Exit codes: 0 every product fits as it is on some of the devices, in every mode; 2 wrong usage; 3 some "

@@ -60,9 +60,9 @@ FIRST_OPTIONS = "--gpus --topology --batch --sequence --dtype --calibrate --reci
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP): memory and "
-        "tokens a second of each GPU by formulas. With --calibrate, paces have a band: how far off formulas were on "
-        "published machines that were held out. Measures nothing."
+        "Lists every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP),"
+        " with each GPU's memory and tokens per second from formulas. --calibrate adds a band to the pace: "
+        "the formulas' error on published machines that were held out. Measures nothing."
     )
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
@@ -96,7 +96,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--compiled-loss", action="store_true", help=words)
     words = "which activations backward computes again; default auto: the least with which something fits"
     add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
-    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="how many ways are shown; default 10")
+    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="number of ways to show; default 10")
     add_common(parser, "--json", help="print all ways as JSON instead")
     add_common(parser, "--explain")
     add_common(parser, "--csv", help="also write a row for each way to this file; '-' prints them instead")

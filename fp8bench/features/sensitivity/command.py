@@ -34,26 +34,28 @@ FIRST_OPTIONS = "--dtype --reference --by --steps --tolerance --size --device --
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the transformer, or a model of your own, with one layer at a time in low precision and the rest in the "
-        "reference, then looks for a precision map that keeps the loss, and runs every map that it tries."
+        "Trains the transformer, or your model, with one layer at a time in low precision and the others in "
+        "the reference, then searches for a precision map that keeps the loss, and trains with every map that"
+        " it tries."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted."
     add = parser.add_argument
-    words = "a model of your own instead, as profile takes it; it trains on its one batch"
+    words = "your model instead, as profile takes it; it trains on its one batch"
     add("target", nargs="?", metavar="MODULE:FUNCTION", help=words)
     add("--size", metavar="NAME", help="the model, as in suite transformer; default nano")
     add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
-    words = "the precision of the other layers; default bf16; of a model of your own untouched (as it came)"
+    words = "the precision of the other layers; default bf16; for your model untouched"
     add("--reference", metavar="DTYPE", help=words)
     words = (
-        "what is low at a time; format: also try FP8's formats and scales in each layer, and propose one; default layer"
+        "what to lower at a time; format: also try FP8's formats and scales in each layer, and propose one; "
+        "default layer"
     )
     add("--by", choices=tuple(by.value for by in By), default="layer", help=words)
     words = "training steps of every run; default 50"
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
     words = "the largest loss gap that a suggested map may have; default 1"
     add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
-    words = "the largest error of its first gradients, too: these tell layers apart where losses of few steps do not"
+    words = "also limit the error of its first gradients, which separates layers that the loss of few steps cannot"
     add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=words)
     add_common(parser, "--seed", help="for data and weights; default 0")
     add_common(parser, "--threads")

@@ -246,7 +246,7 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped', 'resumed', or one of the kinds named above.
+    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or one of the kinds named above.
     `layer` and `tensor` say where, `values` what was observed, `remedy` what may help."""
 
     kind: str

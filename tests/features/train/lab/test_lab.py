@@ -188,6 +188,20 @@ def test_the_first_tensor_that_is_not_finite_is_found(
     assert lab.advance(arm, 1) == ()
 
 
+def test_lower_rate_halves_the_rate_and_survives_a_checkpoint(corpus: Corpus) -> None:
+    task = task_of(corpus, "fp16", on_nan="lower-rate", schedule="constant:warmup=0")
+    lab = lab_of(task)
+    trainer = lab._trainers["fp16"]
+    trainer.loss_scale.scale = 2.0**32
+    (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
+    trainer.loss_scale.scale = 1024.0
+    resumed = lab_of(task)
+    resumed._trainers["fp16"].recall(trainer.memory())
+    after = [rows(some.advance("fp16", 1))[0] for some in (lab, resumed)]
+    assert lowered.kind == "rate-lowered" and row.update_ratio == 0
+    assert [step.rate for step in after] == [row.rate / 2] * 2 and after[0].update_ratio > 0
+
+
 def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
     """The loss scale makes them overflow. Skipped steps change nothing, and twenty in a row end the arm."""
     lab = lab_of(task_of(corpus, "fp16", loss_scale=OVERFLOWING, on_nan="skip", steps=30))
