@@ -28,6 +28,7 @@ from fp8bench.model import (
     DeviceFacts,
     Group,
     Level,
+    Limit,
     Measurement,
     Plan,
     PlannedCase,
@@ -109,9 +110,11 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
     first = name == _ARRAYS
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
-    samples = Measurement(
+    rates = Measurement(
         specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
+    amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
+    times = Measurement(specs.CEILING_TIME, "s", tuple(amount / run for run in rate.runs))
     return Record(
         case,
         support,
@@ -119,7 +122,7 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
         Work(),
         first,
         detail=f"{shape_words(rate)}; {spread_words(rate)}",
-        measurements=(samples,),
+        measurements=(rates, times),
         ceiling=Ceiling(rates=(rate,), device=device.name),
     )
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fp8bench.analysis.compare.compare import compare
+from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.cli.main import main
@@ -18,7 +20,7 @@ from fp8bench.jobs import ceilings as job
 from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 from fp8bench.jobs.several_runs import standard_runs
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
+from fp8bench.model import Ceilings, DeviceFacts, Direction, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each
@@ -95,6 +97,19 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     (metric,) = [metric for metric in metrics_of(bf16, None) if metric.name == specs.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
+
+
+def test_a_comparison_shows_that_the_machine_became_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for times in (1.0, 0.5):
+        measured_by_hand(monkeypatch, times=times)
+        runs.append(job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / str(times), "a test"))
+    sides = [make_side(run.id, [(run, findings(run))]) for run in runs]
+    comparisons = {comparison.case: comparison for comparison in compare(*sides).comparisons}
+    bf16 = comparisons["ceilings[limit=product]@cpu/bf16"]
+    assert (bf16.metric, bf16.direction, bf16.before) == ("ceiling_time", Direction.WORSE, pytest.approx(1 / 425))
+    assert bf16.ratio is not None and bf16.ratio.point == pytest.approx(2)
+    assert comparisons["ceilings[limit=launch]@cpu/fp32"].ratio is not None
 
 
 @for_each("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
