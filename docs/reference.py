@@ -183,8 +183,8 @@ def labels_page() -> str:
 
     rows = [(code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in LABELS.items()]
     return (
-        "# Labels\n\nA label qualifies a verdict: a remark changes nothing, a doubt makes it *perhaps*, and a hard label "
-        "removes it. [Method](../method.md) explains how each is found.\n\n"
+        "# Labels\n\nA label qualifies a verdict: a remark changes nothing, a doubt makes it *perhaps*, and a hard "
+        "label removes it. [Method](../method.md) explains how each is found.\n\n"
         + table(("label", "weight", "what it means", "usual cause", "what to do"), rows)
     )
 
