@@ -284,3 +284,12 @@ def test_a_script_is_watched_from_its_second_step_on(first: int, whole: bool) ->
     seen = tuple(rows("a", 0, [5.0, 4.0, 3.0, 2.0, 1.0]))[first:]
     assert Curve(5, seen).whole is whole
     assert not Curve(6, seen).whole
+
+
+def test_streams_of_scripts_have_the_gap_of_their_steps() -> None:
+    """Their last step counts, though they have one row less than steps."""
+    old, new = ([scale * loss for loss in range(40, 10, -1)] for scale in (1.0, 1.1))
+    whole, watched = ([Curve(30, tuple(rows("a", 0, losses))[first:]) for losses in (old, new)] for first in (0, 1))
+    pair = pair_curves(*watched, 0)
+    assert isinstance(pair, Pair) and pair.gap == pytest.approx(0.1) and pair == pair_curves(*whole, 0)
+    assert isinstance(pair_curves(whole[0], watched[1], 0), Pair)
