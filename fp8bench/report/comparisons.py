@@ -159,7 +159,7 @@ def _differing(compared: Compared) -> Texts:
     ratios = [comparison.ratio.point for comparison in differing if comparison.metric == TIME and comparison.ratio]
     if differing:
         span = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
-        words = f"times differ, but not as a regression{span}. Different conditions: {compared.conditions}. "
+        words = f"times differ, which is not a regression{span}. Different conditions: {compared.conditions}. "
         yield Text(f"{words}Measure both sides under the same conditions, or use `fp8bench duel`.", Tone.STRONG)
 
 
