@@ -116,9 +116,6 @@ def _find_scaled(panel: Panel) -> list[_ScaledCase]:
 
 
 def _efficiencies(panel: Panel, rows: Sequence[_ScaledCase]) -> Table:
-    def seconds(heading: str, of: Callable[[_ScaledCase], Sequence[float]], hint: str) -> Col[_ScaledCase]:
-        return Col(heading, lambda row: _middle(of(row)), unit="s", hint=hint)
-
     def share(heading: str, of: Callable[[_ScaledCase], Middle | Untold], hint: str) -> Col[_ScaledCase]:
         return Col(
             heading, lambda row: _show_middle(of(row), units.percent, 100, cost_tone(row.case)), unit="%", hint=hint
@@ -126,9 +123,9 @@ def _efficiencies(panel: Panel, rows: Sequence[_ScaledCase]) -> Table:
 
     cols: Cols[_ScaledCase] = [
         *case_cols(""),
-        seconds("one rank", lambda row: row.scaling.whole, "the whole batch, by one rank while the others wait"),
-        seconds("its share", lambda row: row.scaling.share, "one rank's share of the batch, by one rank"),
-        seconds("together", lambda row: row.scaling.together, "the whole batch, by all ranks"),
+        Col("one rank", lambda row: _middle(row.scaling.whole), unit="s", hint="the whole batch, the others wait"),
+        Col("its share", lambda row: _middle(row.scaling.share), unit="s", hint="one rank's share of the batch"),
+        Col("together", lambda row: _middle(row.scaling.together), unit="s", hint="the whole batch, by all ranks"),
         share(
             "strong",
             lambda row: row.efficiency.strong,
