@@ -46,13 +46,14 @@ def newest(length: int) -> Any:
 class HealthRule(ABC, Generic[L]):
     """One kind of problem in a training: a subclass with a `name` is applied to every training, and documented.
 
-    It reads the lines of the types in `reads`. `alarms_at` says when it alarms, the docstring of a rule justifies the
-    limit. With `compares` it also reads the rows of the arms that its arm is compared with. While the rule named by
+    It reads the lines of the types in `reads`, and only figures with a name in `figures`, or all if that is empty.
+    `alarms_at` describes when it alarms, the docstring of a rule justifies the limit. With `compares` it also reads the rows of the arms that its arm is compared with. While the rule named by
     `until` alarms, this one is silent.
     """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
+    figures: ClassVar[tuple[str, ...]] = ()
     alarms_at: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
@@ -64,9 +65,13 @@ class HealthRule(ABC, Generic[L]):
         if "name" in vars(cls):
             RULES.append(cls)
 
+    def reads_line(self, line: Any) -> bool:
+        is_other = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
+        return isinstance(line, self.reads) and not is_other
+
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
-        """The remedies for what the last alarm said."""
+        """The remedies for the last alarm."""
         return self.remedies
 
     @classmethod
@@ -173,6 +178,7 @@ class LossPlateau(HealthRule[Any]):
 
     name = "plateau"
     reads = StepRow | StepFigure
+    figures = ("entropy",)
     entropy = 0.03
     least = 100
     often = 10
@@ -193,8 +199,7 @@ class LossPlateau(HealthRule[Any]):
 
     def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            if line.name == "entropy":
-                self._entropies.append(line.value)
+            self._entropies.append(line.value)
             return ""
         if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
             return ""
