@@ -203,10 +203,9 @@ def watch(
     scaler: Any = None,
     precision: str = "fp32",
     health: bool = True,
-    on_alarm: Callable[[TrainingEvent], object] | None = None,
+    on_alarm: Callable[[TrainingEvent], object] | str | None = None,
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
-    in_step: bool = False,
     eager: bool = False,
 ) -> Iterator[OwnLoop]:
     """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
@@ -226,10 +225,9 @@ def watch(
     precision: what the module is trained in: decides what alarms advise, and layers that only cast inside are measured
     eager: True: watched steps run compiled modules without compilation, so that their layers are watched, too
     health: False: no rules look at the lines, so that there are no alarms
-    on_alarm: a function that gets each alarm; what it raises ends the loop
+    on_alarm: a function that gets each alarm, and ends the loop by what it raises; or a command that runs for each
     log: where curves are logged as they come, tensorboard[:DIR] or wandb[:PROJECT]
     live: a page of the stream in `path`, written again while the loop runs
-    in_step: True: the optimizer is in its first step already, and watching begins with the second
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
     from fp8bench.features.train.lab.own_ranks import Ranks
@@ -243,8 +241,10 @@ def watch(
     with ExitStack() as stack:
         is_first = Ranks.number() == 0
         keep = _kept_in(Path(path), stack) if path is not None and is_first else None
-        targets = log_targets(log if is_first else ())
-        outside = stack.enter_context(outward(_Notes(), Path(path or ""), page if is_first else None, targets))
+        targets = log_targets(log)
+        command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
+        sinks = (page, targets, command) if is_first else (None, (), "")
+        outside = stack.enter_context(outward(_Notes(), Path(path or ""), *sinks))
         outside.begun(training)
 
         def tell(lines: Lines) -> None:
@@ -255,13 +255,13 @@ def watch(
             try:
                 (complain_of if told is None else told)(lines)
                 for line in lines:
-                    if on_alarm is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
-                        on_alarm(line)
+                    if call is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
+                        call(line)
             except Exception as error:
                 loop.ends_by = error
                 raise
 
-        options = (name, stride, tokens, scaler, in_step, precision, eager)
+        options = (name, stride, tokens, scaler, precision, eager)
         loop = OwnLoop(module, optimizer, tell, *options)
         stack.enter_context(loop)
         del module, optimizer  # watching keeps no model in memory that its loop has dropped

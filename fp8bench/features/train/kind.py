@@ -405,7 +405,10 @@ class SizesKind(Kind[ModelSweep]):
         trainings = tuple(map(load_training, paths))
         sizes = Sizes(trainings, "+".join(training.training.id for training in trainings))
         models = {training.request.settings.model for training in trainings}
-        comparable = len(models) == len(paths) and not any(training.request.settings.make for training in trainings)
+        # The trend is that of the model's size only if nothing else differs.
+        requests = [training.request for training in trainings]
+        alike = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
+        comparable = len(models) == len(paths) and len(alike) == 1 and not requests[0].settings.make
         return sizes if comparable and sizes.arms else None
 
     def view(self, sweep: ModelSweep) -> View:

@@ -213,7 +213,7 @@ def refuse_ranks(request: Any) -> None:
         if ranks is None and (is_set or word in swept):
             raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
-        raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
+        raise UsageError("isolation=False is for one process, and ranks starts several. Leave one of them out.")
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ class TrainerSettings:
         "auto",
         ("auto", "rounded", "prescaled"),
         "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}",
-        WHAT,
+        "",
     )
     on_nan: str = _choice(
         "stop", ("stop", "skip"), "what an arm does after a step that is not finite; default {default}"
@@ -417,7 +417,7 @@ class TrainingRequest:
     settings: TrainerSettings = TrainerSettings()
     steps: int = option(300, whole_number(1, MOST_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
-    seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
+    seed: int = _as_in_a_run(0, "seed", group="")
     bands: tuple[str, ...] = option(
         BANDS,
         Rule(
@@ -475,7 +475,7 @@ class TrainingRequest:
         parse="memory",
     )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
-    isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
+    isolation: bool = _as_in_a_run(True, "isolation", group="")
     ranks: int | None = _as_in_a_run(None, "ranks", "train every arm in N processes together, each on a GPU of its own")
 
     def __post_init__(self) -> None:

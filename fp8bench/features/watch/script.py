@@ -6,6 +6,7 @@ torch is not imported here before the script imports it, because the script may 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import importlib.util
 import io
@@ -70,7 +71,7 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
 def _execute(script: Script) -> None:
     # 1. Make the module that the script sees as its own, and that spawned workers import by its path.
     main = ModuleType("__main__")
-    vars(main).update(__file__=script.path, __cached__=None, __builtins__=__builtins__)
+    vars(main).update(__file__=script.path, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = main
     # 2. Set what Python sets: arguments, and the script's folder in place of ours on the path.
     sys.argv = [script.typed, *script.arguments]

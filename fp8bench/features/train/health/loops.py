@@ -98,6 +98,8 @@ class LossAboveGuessing(LossRule):
     """A model that learns is below it within some steps, or on its way there."""
 
     name = "loss-above-guessing"
+    # A loss that has come back up has been said to.
+    until = "loss-back-up"
     last = 8
     above = 1.25
     falling = 0.9

@@ -47,8 +47,8 @@ class HealthRule(ABC, Generic[L]):
     """One kind of problem in a training: a subclass with a `name` is applied to every training, and documented.
 
     It reads the lines of the types in `reads`, and only figures with a name in `figures`, or all if that is empty.
-    `alarms_at` describes when it alarms, the docstring of a rule justifies the limit. With `compares` it also reads the rows of the arms that its arm is compared with. While the rule named by
-    `until` alarms, this one is silent.
+    `alarms_at` describes when it alarms, the docstring of a rule justifies the limit. With `compares` it also reads the
+    rows of the arms that its arm is compared with. While the rule named by `until` alarms, this one is silent.
     """
 
     name: ClassVar[str]
@@ -336,7 +336,10 @@ class LossGap(HealthRule[StepRow]):
         if gap <= self.margin:
             return ""
         self._difference = self.find_difference(self._pairs)
-        cause = self._difference or "nothing else differs, so its arithmetic does it"
+        alike = (
+            "rate, loss scale, tokens, clipping and batches are the reference's, so that its arithmetic is suspected"
+        )
+        cause = self._difference or alike
         return f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps: {cause}"
 
     @classmethod

@@ -53,12 +53,10 @@ class OwnLoop:
         stride: int = 10,
         tokens: int = 0,
         scaler: Any = None,
-        in_step: bool = False,
         precision: str = "fp32",
         eager: bool = False,
     ) -> None:
-        """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded. `in_step`: the optimizer
-        is taking its first step, whose loss is over; watching begins with the second. `precision` is what
+        """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded. `precision` is what
         layers that only cast inside are measured in; `eager`: watched steps run without compilation."""
         if stride < 1:
             raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
@@ -72,8 +70,7 @@ class OwnLoop:
         self._habits = LoopHabits(module, optimizer)
         self._batches, self._state, self._replicas = BatchMemory(), LoopState(module), Replicas(module)
         self._ranks = Ranks()
-        self._step, self._began, self._in_step = 0, 0.0, in_step
-        self._first_watched = int(in_step)
+        self._step, self._began, self._in_step, self._first_watched = 0, 0.0, False, 0
         self._losses: list[Tensor] = []
         self._roots: list[Tensor] = []
         # The scale by which the last backward's loss was multiplied.
@@ -115,9 +112,17 @@ class OwnLoop:
             self._hooks.callback(handle.remove)
         self._hooks.enter_context(listening(guard(self._backward_begins), guard(self._end_backward)))
         self._hooks.enter_context(self._habits.listening())
-        if not self._in_step:
-            self._begin()
+        self._begin()
         return self
+
+    def begin_in_step(self) -> None:
+        """Leaves out the step that the optimizer is taking now, whose loss is over."""
+        self._attached.close()
+        self._seen, self._in_step, self._first_watched = None, True, 1
+
+    @property
+    def is_updating(self) -> bool:
+        return self._in_step or self._in_update
 
     def __exit__(self, *_: object) -> None:
         """Removes all hooks and passes on the remaining rows, however the loop has ended."""

@@ -321,7 +321,7 @@ def test_rules_find_more_than_one_kind(name: str, lines: Callable[[], Iterable[S
 
 
 @for_each(("changes", "words", "remedy"), [
-    ({}, "nothing else differs, so its arithmetic does it", "this layer in bf16"),
+    ({}, "are the reference's, so that its arithmetic is suspected", "this layer in bf16"),
     ({"rate": 5e-4}, "its rate is 0.5 times as large", "the reference's rate"),
     ({"clipped": 0.4}, "clipping takes 40% more of its gradients", "the reference's rate"),
     ({"loss_scale": 256.0}, "its loss scale is 256 times as large", "the reference's rate"),
