@@ -63,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
         "end, 130 interrupted. Without --fail-on verdicts do not change the exit code."
     )
-    words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
+    words = "train this instead: a function without arguments that returns your model, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
     add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")

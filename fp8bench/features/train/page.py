@@ -342,7 +342,7 @@ def _mark_loss(losses: Sequence[float], banded: bool) -> Mark | None:
 
 
 def _mark_gap(gaps: Sequence[float]) -> Mark | None:
-    """Returns the gap in percent; with one seed there is no interval."""
+    """Returns the gap in percent, with an interval for several seeds."""
     gap = gap_of([100 * gap for gap in gaps])
     if gap is None:
         return None

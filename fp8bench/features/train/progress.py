@@ -250,7 +250,7 @@ class _Outward(TrainingObserver):
         self._training = training
 
     def _load(self) -> KeptTraining | None:
-        """Returns what was stored so far; None before the beginning."""
+        """Returns the lines stored until now; None if the training has not begun."""
         if self._training is None:
             return None
         if self._training.is_watched:
@@ -277,7 +277,7 @@ class _Several(TrainingObserver):
 
 
 class LivePage(_Outward):
-    """The report of what was stored so far, which a browser reloads until the training ends."""
+    """The report of the lines stored until now, which a browser reloads until the training ends."""
 
     def __init__(self, file: Path, place: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._place, self._say, self._clock = file, place, say, clock
@@ -303,7 +303,7 @@ class LivePage(_Outward):
             stored = self._load()
             if stored is None:
                 return
-            # During the training the page must not say that the training was cut off.
+            # During the training the page must not call it cut off.
             page = page_of(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))

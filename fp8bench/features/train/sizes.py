@@ -96,7 +96,7 @@ def page_of(sizes: Sizes) -> Page:
     ]
     answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
-    bound = f"a trend among these sizes does not hold for models beyond {largest} parameters"
+    bound = f"a trend among these sizes does not extend to models beyond {largest} parameters"
     question, by_arm = "Does the gap change with the model's size?", table("sizes", "", cols, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
     title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"

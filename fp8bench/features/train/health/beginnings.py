@@ -18,7 +18,7 @@ Course = list[tuple[int, float]]
 
 
 class SlowGrowth(TensorRule):
-    """What a weight learns slows down; one that grows by the same factor in every step is driven by something else.
+    """A weight that learns grows ever more slowly; one that grows by the same factor each step is driven from outside.
     Inputs of a part that begins to be used may double in forty steps."""
 
     name = "slow-growth"

@@ -53,7 +53,7 @@ class Health:
         return self._readers[key]
 
     def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
-        """Returns the rules for an arm's lines: its own, and those that compare another arm with it."""
+        """Returns the rules for an arm's lines: those about the arm, and those that compare another arm with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
             # Rules keep state, so each arm of each seed has separate instances.
@@ -66,7 +66,7 @@ class Health:
         return self._rules.get((seed, arm), [])
 
     def _forget_tensors(self, seed: int, arm: str) -> None:
-        """Restarts the rules about tensors of an arm that has changed its precision: other scales are no illness."""
+        """Restarts the rules about tensors of an arm that has changed its precision, and with it its scales."""
         rules = self._rules_of(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
         self._readers.clear()

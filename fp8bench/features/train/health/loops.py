@@ -48,7 +48,7 @@ class LossRule(HealthRule[Any]):
 
 class LossBackUp(LossRule):
     """A batch may be hard, five in turn are not; another kind of text costs less than half of what was learned,
-    unless it has nothing in common, which losses alone cannot tell from wrong labels."""
+    unless it has nothing in common, which losses alone cannot distinguish from wrong labels."""
 
     name = "loss-back-up"
     stays = 5
@@ -98,7 +98,7 @@ class LossAboveGuessing(LossRule):
     """A model that learns is below it within some steps, or on its way there."""
 
     name = "loss-above-guessing"
-    # A loss that has come back up has been said to.
+    # One alarm for a loss that has come back up is enough.
     until = "loss-back-up"
     last = 8
     above = 1.25

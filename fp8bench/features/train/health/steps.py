@@ -133,7 +133,7 @@ class GradientSpike(HealthRule[StepRow]):
         usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
-            # The largest multiple so far is normal for this training.
+            # The largest multiple until now is normal for this training.
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
             middle = median(self._losses)
             is_far = loss - middle > self.far * (max(self._losses) - middle)
@@ -144,8 +144,8 @@ class GradientSpike(HealthRule[StepRow]):
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do. What is
-    learned by heart moves by so little that bursts stay below the first updates."""
+    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds the effect of a batch. A model
+    that has learned by heart moves so little that bursts stay below the first updates."""
 
     name = "update-norm-burst"
     until = "loss-back-up"
@@ -254,7 +254,7 @@ class NotFiniteStep(HealthRule[StepRow]):
 
 
 class GradientScale(HealthRule[StepRow]):
-    """What is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches."""
+    """A steeper loss changes the loss as well; a factor alone comes from a loss scale, a sum, or micro-batches."""
 
     name = "gradient-scale"
     last = 3
@@ -292,8 +292,8 @@ class GradientScale(HealthRule[StepRow]):
 
 
 class LossGap(HealthRule[StepRow]):
-    """Batches and dropout should be the same in both arms, and chaos does little. What differs besides the arithmetic
-    explains a gap before it does: batches are the same where losses rise and fall together."""
+    """Batches and dropout should be the same in both arms, and chaos does little. Other differences than
+    that of the arithmetic explain a gap first: batches are the same where losses rise and fall together."""
 
     name = "loss-gap"
     compares = True

@@ -232,7 +232,7 @@ def of(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-# Readings with one scale, while magnitudes moved by at least so many octaves, from which on a history counts as stale.
+# A history counts as stale from this number of readings with one scale on, if magnitudes moved by this many octaves.
 _STALE_READINGS, _STALE_OCTAVES = 2, 0.5
 
 
@@ -371,7 +371,7 @@ class LayerStill(HealthRule[Any]):
         if self._gradients and (step != line.step or math.isnan(gradient)):
             self._moved[line.layer] = math.nan
             return ""
-        # What decay alone moves says nothing about how fast others learn.
+        # A layer that only decays does not show how fast the others learn.
         self._moved[line.layer] = line.value if gradient else math.nan
         moving = [value for value in self._moved.values() if 0 < value < math.inf]
         usual = median(moving) if moving else 0.0
@@ -387,7 +387,7 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """E^-88 is the least normal number of fp32: beside such a score every other key counts nothing."""
+    """E^-88 is the least normal number of fp32: next to such a score no other key counts."""
 
     name = "attention-score-overflow"
     figures = ("attention_score",)

@@ -68,7 +68,7 @@ class LoopHabits:
     """Observes what a loop does with a module and its optimizer; `pop_mistakes` returns each new mistake once."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        # A script may drop its optimizer and go on with another: watching must not keep it in memory.
+        # A script may drop its optimizer and make a new one: watching must not keep it in memory.
         self._optimizer_ref = weakref.ref(optimizer)
         self._own = {id(parameter) for parameter in module.parameters()}
         self._marks = self._mark_gradients()
@@ -158,7 +158,7 @@ class LoopHabits:
         self._set(MOMENTS_GONE, states < self._states or age < self._age or moments_zeroed)
 
     def rate(self) -> float:
-        """Returns the highest rate of all groups; NaN for an optimizer that finds its own."""
+        """Returns the highest rate of all groups; NaN for an optimizer without rates."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
 
     def end_update(self) -> None:

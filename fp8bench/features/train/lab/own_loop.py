@@ -88,7 +88,7 @@ class OwnLoop:
         self._seen: WatchedStep | None = None
         self._hooks, self._attached = ExitStack(), ExitStack()
         self._has_ended = False
-        # What a user's function has raised on lines: it ends the loop.
+        # The exception of a user's function of lines: it ends the loop.
         self.ends_by: Exception | None = None
         # The optimizer is not kept: when a script drops it, watching ends and the module is free as well.
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._release())
@@ -230,7 +230,7 @@ class OwnLoop:
             self._batches.see_targets(root)
 
     def _end_backward(self, root: Tensor | None) -> None:
-        # The backward of another model changes no gradient of this one.
+        # A backward of other models leaves these gradients unchanged.
         has_reached = self._habits.end_backward()
         self._losses_used = len(self._losses)
         if root is not None and has_reached and self._module.training:

@@ -123,7 +123,7 @@ def _write_page(stream: Path, store: Path) -> str:
 
 
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Returns the outermost module that holds all parameters of an optimizer, and none of another optimizer's."""
+    """Returns the outermost module that holds all parameters of an optimizer, without those of the other optimizers."""
     trained = set(map(id, parameters_of(optimizer)))
     modules: list[nn.Module] = _instances(nn.Module)
     others = set[int]()
@@ -138,7 +138,7 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     if not holders:
         return None
     found = min(holders, key=lambda module: sum(1 for _ in module.modules()))
-    # 2. Out of it, as long as nothing belongs to another optimizer. A list of layers is never called.
+    # 2. Its parents, unless they hold parameters of other optimizers. A list of layers is never called.
     while parents := [module for module in holders if any(child is found for child in module.children())]:
         parent = min(parents, key=lambda module: len(held[module]))
         is_called = type(found).forward is not nn.Module.forward

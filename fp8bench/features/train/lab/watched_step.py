@@ -203,7 +203,7 @@ class Finder:
         self.see(name, role.value, source, backward, find_scale)
         if self.place is None:
             rounded = arithmetic.restore(operand, torch.float32)
-            self.see(name, f"{role.value} as it was rounded", rounded, backward, find_scale)
+            self.see(name, f"{role.value} after rounding", rounded, backward, find_scale)
 
 
 def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
