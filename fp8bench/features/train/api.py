@@ -106,7 +106,7 @@ def train(
 ) -> TrainingResult:
     """Train the same model in several precisions side by side; returns the stored training.
 
-    A `make` that a worker cannot import is trained in this process. Raises Fp8benchError for a request that cannot be met;
+    A `make` that a worker cannot import is trained in this process. Raises Fp8benchError for a bad request;
     events of a step are lines. `training.results` are the rows of --csv as a pandas frame.
 
     make: a function that returns a model of your own with its batches, or 'module:function'

@@ -101,7 +101,8 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss."""
+    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss. In a model that
+    has learned by heart a spike costs nearly nothing."""
 
     name = "gradient-norm-spike"
     keep = 50
@@ -110,20 +111,24 @@ class GradientSpike(HealthRule[StepRow]):
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
+    lost = 0.1
     alarms_at = (
         f"{times:g} times the median of {fewest} to {keep} steps, and the square of the largest multiple of {longer};"
-        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs"
+        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs, and by "
+        f"{lost:.0%} of what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest(keep)
     _losses: deque[float] = newest(keep)
     _multiples: deque[float] = newest(longer)
+    _first: float = math.nan
 
     def see(self, line: StepRow) -> str:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
             return ""
         alarm = self._judge(norm, loss) if len(norms) >= self.fewest else ""
+        self._first = loss if math.isnan(self._first) else self._first
         norms.append(norm)
         losses.append(loss)
         return alarm
@@ -136,7 +141,7 @@ class GradientSpike(HealthRule[StepRow]):
             # The largest multiple until now is normal for this training.
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
             middle = median(self._losses)
-            is_far = loss - middle > self.far * (max(self._losses) - middle)
+            is_far = loss - middle > max(self.far * (max(self._losses) - middle), self.lost * (self._first - middle))
             if math.sqrt(multiple) > most or is_far:
                 return f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
         self._multiples.append(multiple)

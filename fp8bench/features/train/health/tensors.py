@@ -377,7 +377,9 @@ class LayerStill(HealthRule[Any]):
         usual = median(moving) if moving else 0.0
         # A layer may be slow intentionally, by --rates or its group.
         slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
-        low = line.value < self.share * slowest * usual
+        # A rate of 0 from the start freezes a group; one that becomes 0 while others learn is a mistake.
+        stopped = line.value == 0 < usual and line.layer in self._has_moved
+        low = stopped or line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
         if line.value > 0:
             self._has_moved.add(line.layer)
