@@ -25,7 +25,6 @@ from fp8bench.features.claim.view import (
     page_of_answers,
     page_of_catalogue,
     page_of_check,
-    page_with_sources,
 )
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.jobs.observer import JobObserver
@@ -93,18 +92,17 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     answers = _answer_claims(chosen, arguments, observer)
     # 2. The exit code is the worst answer's, unless the whole catalogue was asked, of which many sentences are wrong.
     code = EXIT_OK if several else _exit_code(answers)
-    values = [answer.as_value() for answer in answers]
+    values = [answered.as_value() for answered in answers]
     if len(answers) == 1:
         return CommandResult(answers, partial(page_of_answer, answers[0]), lambda: values, code=code)
-    pages = partial(page_of_answers, answers), partial(page_with_sources, answers)
-    return CommandResult(answers, pages[0], lambda: values, whole=pages[1], code=code)
+    return CommandResult(answers, partial(page_of_answers, answers), lambda: values, code=code)
 
 
 def _exit_code(answers: Sequence[ClaimAnswer]) -> int:
-    answers_given = {answer.answer for answer in answers}
-    if Answer.REFUTED in answers_given:
+    distinct_answers = {answered.answer for answered in answers}
+    if Answer.REFUTED in distinct_answers:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if Answer.CANNOT_TELL in answers_given else EXIT_OK
+    return EXIT_BASELINE if Answer.CANNOT_TELL in distinct_answers else EXIT_OK
 
 
 def _answer_claims(chosen: _Chosen, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
@@ -139,10 +137,10 @@ def _check(arguments: argparse.Namespace) -> CommandResult:
         raise UsageError("claim check takes one folder, which --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
     checked = check_folder(Path(folder), questions_of)
-    standings = {answer.standing for answer in checked}
-    code = (
-        EXIT_REGRESSION if Standing.FAILS in standings else EXIT_BASELINE if Standing.UNKNOWN in standings else EXIT_OK
-    )
+    standings = {checked_answer.standing for checked_answer in checked}
+    code = EXIT_BASELINE if Standing.UNKNOWN in standings else EXIT_OK
+    if Standing.FAILS in standings:
+        code = EXIT_REGRESSION
     return CommandResult(checked, partial(page_of_check, folder, checked), partial(encode, checked), code=code)
 
 

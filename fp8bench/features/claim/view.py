@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, ClaimKind, Standing
@@ -35,10 +34,12 @@ def number_words(value: float, unit: str) -> str:
 
 
 def claimed_words(claim: Claim) -> str:
-    """Says what the sentence claims of its figure: 'at least 2 x'."""
+    """Describes what the sentence claims of its figure: 'at least 2 x', or 'about 2 x: 1.8 x to 2.2 x'."""
     bounds = " to ".join(number_words(bound, claim.unit) for bound in claim.bound)
-    tolerance = f", within {100 * claim.tolerance:g}%" if claim.tolerance else ""
-    return f"{_RELATIONS.get(claim.relation, '')}{bounds}{tolerance}"
+    if claim.tolerance:
+        accepted = " to ".join(number_words(end, claim.unit) for end in claim.range)
+        return f"about {bounds}: {accepted}"
+    return f"{_RELATIONS.get(claim.relation, '')}{bounds}"
 
 
 def figure_words(answer: ClaimAnswer) -> str:
@@ -98,18 +99,6 @@ _ANSWERS: tuple[Col[ClaimAnswer], ...] = (
 )
 
 
-def page_with_sources(answers: Sequence[ClaimAnswer]) -> Page:
-    """Returns the answers with their sources, for Markdown: each row has the whole story."""
-    cols: tuple[Col[ClaimAnswer], ...] = (
-        Col("sentence", lambda answer: answer.claim.sentence),
-        Col("source", lambda answer: f"{answer.claim.source.publisher} {answer.claim.source.year}"),
-        Col("answer", lambda answer: answer.answer.value),
-        Col("figure", figure_words),
-    )
-    rows = table("answers", "", cols, answers)
-    return replace(page_of_answers(answers), parts=(Part("answers", "", (rows,)),))
-
-
 def page_of_catalogue(claims: Iterable[Claim]) -> Page:
     cols: tuple[Col[Claim], ...] = (
         Col("claim", lambda claim: claim.id),
@@ -122,17 +111,16 @@ def page_of_catalogue(claims: Iterable[Claim]) -> Page:
 
 def page_of_check(folder: str, checked: Sequence[CheckedAnswer]) -> Page:
     """Lists the answers that do not hold, or cannot be judged; the title counts the rest."""
-    holding = sum(answer.standing is Standing.HOLDS for answer in checked)
     cols: tuple[Col[CheckedAnswer], ...] = (
         Col("claim", lambda answer: answer.id),
         Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDINGS[answer.standing])),
         Col("why", lambda answer: answer.why),
     )
+    failing = [answer for answer in checked if answer.standing is not Standing.HOLDS]
+    rows = (table("checked", "", cols, failing),) if failing else ()
+    title = f"{folder}: {len(checked) - len(failing)} of {len(checked)} stored answers hold"
     limits = (
         "This finds accidents: flipped bytes, dropped rows, edited bounds, swapped runs. Somebody who computes every "
         "digest again can still deceive."
     )
-    rows = table("checked", "", cols, [answer for answer in checked if answer.standing is not Standing.HOLDS])
-    return Page(
-        f"{folder}: {holding} of {len(checked)} stored answers hold", "", (Part("checked", "", (rows, Text(limits))),)
-    )
+    return Page(title, "", (Part("checked", "", (*rows, Text(limits))),))
