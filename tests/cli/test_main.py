@@ -76,7 +76,7 @@ suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
 suite gemm,collective | suite collective needs 2 processes. Add --ranks 2
 suite colective | Did you mean 'collective'
-audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See
+audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable, also as file.py:function). See
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas
 train nano | Give --model nano.

@@ -16,20 +16,20 @@ from fp8bench.model.request import PERCENT
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Answers three questions about each precision of a stored run: does it pay, does it fit, does it learn? And "
-        "says what to do: adopt it, leave layers high, or do nothing, because. All figures were measured on this "
-        "machine; what nobody measured is said to be so, with the command that would."
+        "Answers three questions about each precision of a stored run: does it pay, does it fit, does it learn? Then "
+        "recommends to adopt it, to keep some layers high, or to do nothing, with the reason. All figures were "
+        "measured on this machine; for a missing one it prints the command that would measure it."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage."
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run, or the profile of a model of your own: an id, a file's stem, a path, or 'last'",
+        help="a run, or the profile of your model: an id, a file's stem, a path, or 'last'",
     )
     parser.add_argument(
         "--training",
         metavar="STUDY",
-        help="a training whose arms say whether a precision still learns: an id, its folder, or 'last'",
+        help="a training whose arms show whether a precision still learns: an id, its folder, or 'last'",
     )
     parser.add_argument(
         "--least",

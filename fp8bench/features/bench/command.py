@@ -22,8 +22,8 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Calls callables and a reference on the same inputs, interleaved in the same rounds, and says for each whether "
-        "it is faster, by how much, how far it is from the reference and from float64, and what memory it takes."
+        "Calls callables and a reference on the same inputs, interleaved in the same rounds. Reports for each whether "
+        "it is faster, by how much, its distance from the reference and from float64, and its memory."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
     add = parser.add_argument

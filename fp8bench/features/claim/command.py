@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,7 +47,7 @@ _NEAREST = 3
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says of a sentence about low precision: confirmed, refuted, or cannot tell here, and why. Arithmetic and "
+        "Confirms or refutes a sentence about low precision, or explains why this machine cannot. Arithmetic and "
         "datasheets answer at once. A measured claim reuses runs of the last 7 days, or measures what is missing."
     )
     parser.epilog = (
@@ -91,18 +91,18 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     chosen = _choose(arguments)
     answers = _answer_claims(chosen, arguments, observer)
     # 2. The exit code is the worst answer's, unless the whole catalogue was asked, of which many sentences are wrong.
-    code = EXIT_OK if several else _exit_code(answers)
+    code = EXIT_OK if several else _exit_code(answered.answer for answered in answers)
     values = [answered.as_value() for answered in answers]
     if len(answers) == 1:
         return CommandResult(answers, partial(page_of_answer, answers[0]), lambda: values, code=code)
     return CommandResult(answers, partial(page_of_answers, answers), lambda: values, code=code)
 
 
-def _exit_code(answers: Sequence[ClaimAnswer]) -> int:
-    distinct_answers = {answered.answer for answered in answers}
-    if Answer.REFUTED in distinct_answers:
+def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
+    distinct = set(outcomes)
+    if distinct & {Answer.REFUTED, Standing.FAILS}:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if Answer.CANNOT_TELL in distinct_answers else EXIT_OK
+    return EXIT_BASELINE if distinct & {Answer.CANNOT_TELL, Standing.UNKNOWN} else EXIT_OK
 
 
 def _answer_claims(chosen: _Chosen, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
@@ -137,10 +137,7 @@ def _check(arguments: argparse.Namespace) -> CommandResult:
         raise UsageError("claim check takes one folder, which --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
     checked = check_folder(Path(folder), questions_of)
-    standings = {checked_answer.standing for checked_answer in checked}
-    code = EXIT_BASELINE if Standing.UNKNOWN in standings else EXIT_OK
-    if Standing.FAILS in standings:
-        code = EXIT_REGRESSION
+    code = _exit_code(checked_answer.standing for checked_answer in checked)
     return CommandResult(checked, partial(page_of_check, folder, checked), partial(encode, checked), code=code)
 
 

@@ -121,7 +121,7 @@ def _watts(power: float | None) -> str:
 
 
 def _conditions(claim: Claim, run: StoredRun) -> Iterator[str]:
-    """Yields the clock and the library here, next to what the source says of them."""
+    """Yields the clock and the library here, next to those of the source."""
     if isinstance(run, Run):
         clocks = [record.timing.clock for record in run.records if record.timing and record.timing.clock]
         if clocks:

@@ -21,7 +21,7 @@ _OPERATORS: Mapping[type, Callable[[float, float], float]] = {
     ast.Pow: math.pow,
 }
 _FUNCTIONS: Mapping[str, Callable[[float], float]] = {"log2": math.log2, "sqrt": math.sqrt}
-# Longer expressions are no arithmetic that a reader could check.
+# A reader could not check a longer expression.
 _LONGEST = 200
 _SHORT_NAMES = {"e4m3": "e4m3fn"}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
@@ -23,7 +24,7 @@ from fp8bench.store.runs.run_file import load_run
 
 _CLAIMS, _ANSWERS, _RUNS = "claims.toml", "answers.json", "runs"
 _SCHEMA = 1
-# A larger file is none that fp8bench wrote, and takes too long to read.
+# fp8bench never writes larger files, and they take too long to read.
 _LARGEST_ANSWERS = 64 << 20
 _LARGEST_RUN = 256 << 20
 
@@ -48,14 +49,7 @@ def write_folder(
         content = {
             "schema": _SCHEMA,
             "fp8bench": __version__,
-            "answers": [
-                {
-                    "row": encode(answer.claim),
-                    "part_rows": [encode(claims.claims[part]) for part in answer.claim.parts],
-                    **answer.as_value(),
-                }
-                for answer in answers
-            ],
+            "answers": [_stored_value(answer, claims) for answer in answers],
             "runs_by_claim": {claim: _id_of(run) for claim, run in runs_by_claim.items()},
             "digests": digests,
         }
@@ -84,6 +78,11 @@ class StoredAnswers:
     answers: tuple[StoredAnswer, ...]
     runs_by_claim: Mapping[str, str]
     digests: Mapping[str, str]
+
+
+def _stored_value(answer: ClaimAnswer, claims: ClaimsFile) -> dict[str, Any]:
+    parts = [claims.claims[part] for part in answer.claim.parts]
+    return {"row": encode(answer.claim), "part_rows": encode(parts), **answer.as_value()}
 
 
 def check_folder(folder: Path, find_questions: Callable[[ClaimsFile], Mapping[str, Question]]) -> list[CheckedAnswer]:
@@ -136,7 +135,7 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
         if not source.path_of(run).exists():
             return Standing.UNKNOWN, f"the run {run} is not in the folder"
     claim = claims.claims[stored.row.id]
-    if stored.answer is Answer.CANNOT_TELL and not stored.runs and _is_measured(claim, claims):
+    if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(measured_parts([claim], claims.claims)):
         return Standing.UNKNOWN, "no run was measured for it"
     # 3. The same answer follows from them.
     recomputed = answer_claim(claim, claims.claims, source)
@@ -158,10 +157,6 @@ def _describe_edit(answered: Claim, current: Claim | None) -> str:
     return ""
 
 
-def _is_measured(claim: Claim, claims: ClaimsFile) -> bool:
-    return any(measured_parts([claim], claims.claims))
-
-
 @dataclass(frozen=True)
 class _StoredRuns:
     """Gives the runs of a folder to claims, in place of measuring."""
@@ -176,7 +171,7 @@ class _StoredRuns:
         return self.folder / _RUNS / f"{Path(run).name}.jsonl"
 
     def __call__(self, claim: Claim) -> StoredRun:
-        """Returns the run of a measured claim. Raises StoreError if it is of another command."""
+        """Returns the run of a measured claim. Raises StoreError if a different command made it."""
         if claim.id not in self.runs_by_claim:
             raise NotHere("the folder has no run for it", "")
         run_id = self.runs_by_claim[claim.id]

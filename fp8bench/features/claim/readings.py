@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import mul, truediv
 
 from fp8bench.analysis.energy import Demand
 from fp8bench.analysis.findings import findings
@@ -34,7 +35,8 @@ def read_figure(claim: Claim, run: Run | KeptTraining) -> Reading:
 
 
 def _add_up(claim: Claim, run: Run, records: Sequence[Record]) -> Reading:
-    """Returns the sum of a figure over cases; a ratio is that of both sums, and the ends of its interval likewise."""
+    """Returns the sum of a figure over cases; a ratio is the ratio of the sums. Ends of intervals are added up in the
+    same way."""
     readings, weights = [], []
     for record in records:
         reading = _read_case(claim, run, record)
@@ -46,15 +48,16 @@ def _add_up(claim: Claim, run: Run, records: Sequence[Record]) -> Reading:
         if base is None:
             return Reading(None, run=run.id, why=f"{claim.metric} of the reference is unknown or 0")
         weights.append(base)
-    sums = []
-    for figures in zip(*readings, strict=True):
-        pairs = list(zip(weights, figures, strict=True))
+
+    def add_up(figures: Sequence[float]) -> float:
+        weigh = truediv if claim.figure in SPEEDUPS else mul
+        total: float = sum(map(weigh, weights, figures))
         if claim.figure in SPEEDUPS:
-            sums.append(sum(weights) / sum(base / figure for base, figure in pairs))
-        else:
-            total = sum(base * figure for base, figure in pairs)
-            sums.append(total / sum(weights) if claim.is_ratio else total)
-    return Reading(*sums, run.id)
+            return sum(weights) / total
+        return total / sum(weights) if claim.is_ratio else total
+
+    value, low, high = map(add_up, zip(*readings, strict=True))
+    return Reading(value, low, high, run.id)
 
 
 def _read_case(claim: Claim, run: Run, record: Record) -> Reading:
@@ -126,8 +129,8 @@ def _ratio(
     if reference is not None and reference.support.is_emulated and is_cost:
         return Reading(None, run=run.id, why=_EMULATED.format(f"the reference {reference.case.mode}", name))
     if metric.interval is not None:
-        # A ratio of times is the speed-up's inverse, and as uncertain. That of energies is a range over all pairs of
-        # windows, which counts where the windows of the two cases lie clearly apart.
+        # A ratio of times is the speed-up's inverse, and as uncertain. A ratio of energies has no interval, but a range
+        # over all pairs of windows; it counts if the windows of both cases differ clearly.
         is_clear = metric.verdict in (Demand.LESS, Demand.MORE) and name == str(ENERGY)
         if metric.interval.level == 0 and not is_clear:
             return Reading(None, run=run.id, why=metric.why or "too few rounds for an interval")

@@ -14,7 +14,7 @@ SPEEDUPS = {"speedup": "time", "sustained_speedup": "sustained_time"}
 
 
 class ClaimKind(StrEnum):
-    """What decides a claim: an expression over facts, a figure of a run, or other claims."""
+    """The basis of a claim: an expression over facts, a figure of a run, or other claims."""
 
     ARITHMETIC = "arithmetic"
     MEASURED = "measured"
@@ -122,7 +122,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """The answer to a claim, with the figure behind it. `why` explains it, and `remedy` says what could decide it."""
+    """The answer to a claim, with the figure behind it. `why` explains it, and `remedy` is how to decide it."""
 
     claim: Claim
     answer: Answer

@@ -1,4 +1,4 @@
-"""What a person reads of claims, answers and checked folders."""
+"""Pages of claims, answers and checked folders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def claimed_words(claim: Claim) -> str:
 
 
 def figure_words(answer: ClaimAnswer) -> str:
-    """Formats the figure with its interval, '-' if there is none."""
+    """Formats the figure with its interval, '-' without one."""
     if answer.value is None:
         return units.NONE
     unit = answer.claim.unit
@@ -53,13 +53,8 @@ def figure_words(answer: ClaimAnswer) -> str:
     return f"{words} ({number_words(answer.low, unit)} to {number_words(answer.high, unit)})"
 
 
-def source_words(claim: Claim) -> str:
-    source = claim.source
-    return f"{source.title}, {source.publisher} {source.year}, {source.address}"
-
-
 def page_of_answer(answer: ClaimAnswer) -> Page:
-    claim = answer.claim
+    claim, source = answer.claim, answer.claim.source
     pairs = [("answer", answer.answer.value)]
     if claim.kind is not ClaimKind.ALL_OF:
         figure = figure_words(answer) if answer.value is not None else ""
@@ -70,7 +65,7 @@ def page_of_answer(answer: ClaimAnswer) -> Page:
         ("note", claim.note),
         ("measured by", f"fp8bench {claim.run}" if claim.run else ""),
         ("runs", ", ".join(answer.runs)),
-        ("source", source_words(claim)),
+        ("source", f"{source.title}, {source.publisher} {source.year}, {source.address}"),
     ]
     facts = Facts(tuple((name, words) for name, words in pairs if words))
     return Page(claim.sentence, "", (Part("answer", "", (facts,)),))
@@ -80,12 +75,12 @@ def page_of_answers(answers: Sequence[ClaimAnswer]) -> Page:
     counts = Counter(answer.answer for answer in answers)
     summary = ", ".join(f"{count} {answer.value}" for answer, count in counts.items())
     rows = table("answers", "", _ANSWERS, answers)
-    more = "`fp8bench claim ID` explains one of them."
-    return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, Text(more))),))
+    more = Text("`fp8bench claim ID` explains one of them.")
+    return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, more)),))
 
 
 def _explain(answer: ClaimAnswer) -> str:
-    """Returns the figure, or the reason why there is none; a figure beside a published one has its conditions."""
+    """Returns the figure, or why it is missing; next to a published figure also the conditions of both."""
     if answer.answer is Answer.CANNOT_TELL or answer.value is None:
         return answer.why
     words = figure_words(answer)
@@ -100,10 +95,7 @@ _ANSWERS: tuple[Col[ClaimAnswer], ...] = (
 
 
 def page_of_catalogue(claims: Iterable[Claim]) -> Page:
-    cols: tuple[Col[Claim], ...] = (
-        Col("claim", lambda claim: claim.id),
-        Col("sentence", lambda claim: claim.sentence),
-    )
+    cols = Col[Claim]("claim", lambda claim: claim.id), Col[Claim]("sentence", lambda claim: claim.sentence)
     rows = table("catalogue", "", cols, claims)
     words = "`fp8bench claim ID` answers one, `fp8bench claim --all --cpu` all that a CPU can decide."
     return Page("Claims that fp8bench can decide", "", (Part("catalogue", "", (rows, Text(words))),))

@@ -48,8 +48,8 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Judges a comparison, a duel or the history by thresholds, and measures what it suspects again, in fresh "
-        "processes, before it says so. Where it cannot see, it does not pass."
+        "Judges a comparison, a duel or the history by thresholds. Suspected regressions are re-measured in fresh "
+        "processes before the gate fails. A time whose slow-down would go undetected does not pass."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 something is "
@@ -63,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     judged.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
     judged.add_argument(
-        "--against", metavar="REV", help="duel this tree with that commit instead; --config says what is measured"
+        "--against", metavar="REV", help="duel this tree with that commit instead; --config selects the cases"
     )
     judged.add_argument(
         "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as of suite --config"
@@ -72,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--history", action="store_true", help="the steps in the store's history instead, those not acknowledged"
     )
     add_common(judged, "--store", help="where they are, as in suite")
-    add_common(judged, "--import", help="module or .py file of suites of your own, for the history")
+    add_common(judged, "--import", help="module or .py file with your suites, for the history")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--thresholds",
