@@ -40,9 +40,8 @@ EXAMPLES = (
     "fp8bench claim my-claims.toml --keep evidence",
     "fp8bench claim check evidence",
 )
-# Options of a run that its row or this command already gives.
-_DEVICES = {"--device", "--devices", "--store", "--resume", "--config", "--dry-run", "--plan", "--cell"}
-_NEAREST = 3
+# Options that a row or this command already gives, or that would load code of whoever wrote the row.
+_REFUSED = {"--device", "--devices", "--store", "--resume", "--config", "--dry-run", "--plan", "--cell", "--import"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +181,7 @@ def _refuse(name: str, catalogue: ClaimsFile) -> Claim:
 
     if " " not in name.strip():
         raise UnknownName("claim", name, catalogue.claims, "`fp8bench claim` lists them, a file ends in .toml")
-    near = sorted(catalogue.claims.values(), key=nearness, reverse=True)[:_NEAREST]
+    near = sorted(catalogue.claims.values(), key=nearness, reverse=True)[:3]
     lines = "".join(f"\n  {row.id}: {row.sentence}" for row in near)
     raise UsageError(
         f"the catalogue does not have the sentence {name!r:.120}. Write it as a row of a claims file (docs/claims.md "
@@ -213,8 +212,11 @@ def _question(place: str, words: str) -> Question:
     if not typed or typed[0] not in ("suite", "train"):
         raise UsageError(f"{place}: run {words!r:.120} has to begin with suite or train, as on the command line.")
     for word in typed:
-        if word.partition("=")[0] in _DEVICES:
-            raise UsageError(f"{place}: {word} does not belong into run: the row's `device` says where. Remove it.")
+        if word.partition("=")[0] in _REFUSED or (typed[0] == "suite" and word.endswith(".py")):
+            raise UsageError(
+                f"{place}: `run` cannot have {word}: the row's `device` selects a device, and claims are about "
+                "suites that come with fp8bench. Remove it."
+            )
     try:
         arguments = parse(build_parser([typed[0]]), typed)
         if typed[0] == "train":

@@ -49,7 +49,6 @@ _PROMISES = (
 )
 # Units of metrics of which a sum over cases means something.
 _ADDITIVE = ("s", "J", "B", "FLOP", "count")
-_RATES = ("FLOP/s", "B/s", "tok/s")
 # Runs that train, as a sentence on training promises.
 _TRAINS = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
 
@@ -240,7 +239,7 @@ def _check_limit(claim: Claim, spec: MetricSpec | None) -> None:
         raise UsageError(
             f"two lower bounds on time bound no ratio of times, so {claim.figure} has no limit. Remove `limit`."
         )
-    if spec is None or spec.unit not in ("s", *_RATES):
+    if spec is None or spec.unit not in ("s", "FLOP/s", "B/s", "tok/s"):
         raise UsageError(f"only a time or a rate has a limit, and {claim.figure} is neither. Remove `limit`.")
     devices = {device.lower() for device in evaluate(claim.limit).citations.values()}
     if devices != {device.lower() for device in claim.device} or len(devices) != 1:
