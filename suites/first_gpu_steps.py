@@ -405,7 +405,7 @@ LATER_STEPS = (
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
         (Line("ablate", said("together: ")),), quick="--quick", needs=("fp8",),
     ),
-    FirstStep("claims", "fp8bench claim --published --device cuda", 300, (
+    FirstStep("claims", "fp8bench claim --published --device cuda", 500, (
         Line("published figures: within, above, below, or other conditions", said("claims: ")),
     )),
     FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("phase marker on")),)),

@@ -304,7 +304,7 @@ def test_sustained_ratios_are_read_from_energy_windows(tmp_path: Path) -> None:
     files = StepFiles(step_named("forward").step, tmp_path)
     runs = files.store / "runs" / "box"
     runs.mkdir(parents=True)
-    copy(REPORT / "casts.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
+    copy(REPORT / "runs" / "7816318e.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
     csv = ["precision,level,status,reason,metric,phase,params,median_in_unit"]
     csv += [f"{mode},native,ok,,time,step,{place},1" for mode in ("bf16", "fp8") for place in places()]
     files.path("csv").write_text("\n".join(csv))

@@ -255,7 +255,7 @@ def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, mon
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
         ("ray", replace(order, stays=True, options={"partition": "gpu"}), "the option address alone, not partition"),
-        ("ray", replace(order, stays=True), "does not say what devices it is for"),
+        ("ray", replace(order, stays=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
             start(engine, given, lambda jobs: None)
