@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
@@ -208,7 +209,8 @@ class Recipe:
     def treatments(self) -> tuple[Treatment, Treatment, Treatment]:
         return self.input, self.weight, self.gradient
 
-    @property
+    # Read for every cast.
+    @cached_property
     def per_tensor(self) -> bool:
         return all(
             treatment.scaling is not None and treatment.scaling.rows == 0 and treatment.scaling.scale is None

@@ -21,7 +21,7 @@ from fp8bench.formats.codes import DTYPES, elements, encode_values
 from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import Called, Launched, call, laid, repeat_or_run, whole_blocks
+from fp8bench.formats.native_codes import Called, Launched, call, cast, define_cast, laid, whole_blocks
 from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, round_values
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzle, swizzled_into
@@ -278,7 +278,7 @@ def tiled_codes(
         return _plain(x, fmt, scaling, *_seeds(draw, 1))
     target = _Tiled.of(x, fmt, scaling, draw is not None)
     _scale_tensors([target], [x], draw, () if amaxes is None else (amaxes,))
-    torch.ops.fp8bench.tiled_codes(*target.arguments, *_operator_arguments(fmt, scaling))
+    cast("tiled_codes", None, target.arguments, (target.tiled, *_operator_arguments(fmt, scaling)), tuple)
     return target.result()
 
 
@@ -295,7 +295,8 @@ def tiled_codes_both(
         return _plain(x, fmt, scaling, first), _plain(turned, fmt, scaling, second)
     straight, transpose = (_Tiled.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
     _scale_tensors([straight, transpose], [x], draw, amaxes)
-    torch.ops.fp8bench.tiled_codes_both(*straight.arguments, *transpose.arguments, *_operator_arguments(fmt, scaling))
+    written = straight.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
+    cast("tiled_codes_both", None, (*straight.arguments, *transpose.arguments), written, tuple)
     return straight.result(), transpose.result()
 
 
@@ -376,8 +377,8 @@ class _Tiled(NamedTuple):
         return cls(matrix, codes, scales, above, key, tiled, memory, shape, _DTYPES[fmt.name])
 
     @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
-        return self.matrix, self.codes, self.scales, self.above, self.key, self.tiled
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.matrix, self.codes, self.scales, self.above, self.key
 
     def result(self) -> tuple[Tensor, Tensor]:
         codes, above = self.codes, self.above
@@ -424,12 +425,12 @@ def _run_tiled_codes_both(
     scales: Tensor,
     above: Tensor | None,
     key: Tensor | None,
-    tiled: bool,
     y: Tensor,
     out_of_y: Tensor,
     scales_of_y: Tensor,
     above_y: Tensor | None,
     key_of_y: Tensor | None,
+    tiled: bool,
     tiled_y: bool,
     fmt: str,
     rows: int,
@@ -481,11 +482,13 @@ def _run_tensor_scales(
     call(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(above), tuple(steps)), *tensors)
 
 
-_TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key, bool tiled"
-_OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y, bool tiled_y"
+_TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key"
+_OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y"
 _WRITTEN = "str fmt, int rows, int columns, str kept, str rounding"
 _ABOVE = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, Tensor(c!)[] keys, int[] steps"
-operators.define("tiled_codes", f"({_TILED}, {_WRITTEN}) -> ()", repeat_or_run(_run_tiled_codes))
-operators.define("tiled_codes_both", f"({_TILED}, {_OF_Y}, {_WRITTEN}) -> ()", repeat_or_run(_run_tiled_codes_both))
+define_cast("tiled_codes", f"({_TILED}, bool tiled, {_WRITTEN}) -> ()", _run_tiled_codes)
+define_cast(
+    "tiled_codes_both", f"({_TILED}, {_OF_Y}, bool tiled, bool tiled_y, {_WRITTEN}) -> ()", _run_tiled_codes_both
+)
 operators.define("tensor_scales", f"({_ABOVE}) -> ()", _run_tensor_scales)
 operators.define("unscaled_codes", "(Tensor x, Tensor(a!) out) -> ()", _run_unscaled_codes)
