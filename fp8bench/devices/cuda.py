@@ -90,8 +90,8 @@ class Cuda(Gpu):
     """One GPU of NVIDIA's or AMD's; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
     kind = "cuda"
-    # Of this process, by index; None where no product could be captured.
-    _fillers: ClassVar[dict[int, QueueFiller | None]] = {}
+    # Of this process, by index; the reason where no product could be captured.
+    _fillers: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
         import torch
@@ -158,14 +158,21 @@ class Cuda(Gpu):
         if index not in self._fillers:
             self._fillers[index] = self._make_filler(index)
         filler = self._fillers[index]
-        if filler is None or seconds < filler.seconds:
+        if isinstance(filler, str) or seconds < filler.seconds:
             torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
             return
         for _ in range(math.ceil(seconds / filler.seconds)):
             filler.launch()
 
-    def _make_filler(self, index: int) -> QueueFiller | None:
-        """Captures products of random numbers, so that no mode of torch's counts them as a step's; times one launch."""
+    def why_idle(self, index: int) -> str:
+        filler = self._fillers.get(index, "")
+        return filler if isinstance(filler, str) else ""
+
+    def _make_filler(self, index: int) -> QueueFiller | str:
+        """Captures products of random numbers, so that no mode of torch's counts them as a step's; times one launch.
+
+        Returns the reason where that fails.
+        """
         import torch
 
         key = f"cuda:{index}"
@@ -181,8 +188,8 @@ class Cuda(Gpu):
                     torch.mm(a, b, out=product)
 
             launch = self.captured(index, multiply)
-        except (CannotCapture, RuntimeError):  # no memory, or a device without graphs
-            return None
+        except (CannotCapture, RuntimeError) as failure:  # no memory, or a device without graphs
+            return next(iter(str(failure).splitlines()), type(failure).__name__)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         launch()

@@ -321,15 +321,15 @@ class MeasuredArm:
 def _rows(
     steps: Sequence[RawStep], cut: Callable[[Sequence[int], Sequence[int]], tuple[int, ...] | None]
 ) -> list[tuple[int, ...] | None]:
-    """Returns the cells of each step. One without marks has the proportions of the marked one before it."""
+    """Returns the cells of each step. A step without marks is divided like the last marked step before it."""
     rows: list[tuple[int, ...] | None] = []
-    marked: tuple[int, ...] | None = None
+    last_marked: tuple[int, ...] | None = None
     for step in steps:
-        if step.codes == _NO_MARKS and marked is not None:
-            rows.append(_proportional(sum(step.intervals_ns), marked))
+        if step.codes == _NO_MARKS and last_marked is not None:
+            rows.append(_proportional(sum(step.intervals_ns), last_marked))
         else:
-            marked = cut(step.codes, step.intervals_ns)
-            rows.append(marked)
+            last_marked = cut(step.codes, step.intervals_ns)
+            rows.append(last_marked)
     return rows
 
 
