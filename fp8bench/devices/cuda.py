@@ -14,13 +14,13 @@ from fp8bench.profiler.gpu import AllocatorMeter, CapturedStamper, Gpu, limit_fr
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# Libraries and the driver allocate memory themselves; these are their errors when there is none.
+# Libraries and the driver allocate memory themselves; these are their errors when memory is exhausted.
 _NO_MEMORY = re.compile(
     r"_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|(CUDA|HIP) error: out of memory|Triton Error \[\w+\]: out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
-    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not say whose memory it is
+    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not find the owner of the memory
 )
-# Errors that may also have another cause: a device with so much memory left was not out of memory.
+# Errors that may also have another cause: a device with this much memory left was not out of memory.
 _NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _LEFT = 1 << 30
 # At least the cycles of any GPU in a second: torch's sleep counts cycles, and is longer at a lower clock.
@@ -36,7 +36,7 @@ _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
 def pci_address(properties: object) -> str:
-    """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old to tell."""
+    """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old."""
     parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     numbers = [part for part in parts if isinstance(part, int)]
     return "{:08X}:{:02X}:{:02X}".format(*numbers) if len(numbers) == len(parts) else ""
@@ -90,7 +90,7 @@ class Cuda(Gpu):
     """One GPU of NVIDIA's or AMD's; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
     kind = "cuda"
-    # Of this process, by index; the reason where no product could be captured.
+    # Fillers by index; a reason where products could not be captured.
     _fillers: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
@@ -151,7 +151,7 @@ class Cuda(Gpu):
         """Fills the queue with products. An idle GPU's clock rises within milliseconds, and a step that follows would
         begin faster than the same step in a long loop: by how much would depend on the host, and on its neighbours.
 
-        Times shorter than one launch of products are spun: clocks do not move in them, and caches stay as they are.
+        Times shorter than one launch of products are spun: clocks do not change meantime, and caches are untouched.
         """
         import torch
 

@@ -48,8 +48,8 @@ LAUNCHES = {
     f"fp8bench::{name}": 1
     for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
 }
-"""GPU kernels that one call starts if torch compiles it, counted with torch 2.13 and 2.11 for sm_90 (docs/gpu.md says
-how)."""
+"""GPU kernels that one call starts if torch compiles it, counted with torch 2.13 and 2.11 for sm_90 (method:
+docs/gpu.md)."""
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
@@ -76,7 +76,8 @@ def transpose_codes(straight: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
-    """Codes and those of the transpose, as far as they are asked for; without a format x has bytes, which are moved."""
+    """Returns the codes and the codes of the transpose, None unless requested. Without a format the bytes of x are
+    copied."""
     dtype, name = (x.dtype, "") if fmt is None else (DTYPES[fmt.name], fmt.name)
     layouts = x.shape if straight else None, x.shape[::-1] if turned else None
     written = (name,)
@@ -101,7 +102,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
 def row_codes_both(
     x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Codes and scales of a matrix, and of its transpose, whose rows have scales of their own."""
+    """Codes and scales of a matrix and of its transpose; the transpose has a scale for each of its rows."""
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
@@ -142,7 +143,7 @@ def square_codes(
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """Codes of a matrix under the current scale of each 128x128 square, and the scales that decode them.
 
-    With `both`, those of its transpose, too. Scales lie as `squares` lays them (scale_layouts.py).
+    With `both` also those of its transpose. Scales lie as `squares` lays them (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
         return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
@@ -204,7 +205,7 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
 
 
 class DelayedCodes(NamedTuple):
-    """The scale of a cast, the one that decodes, and codes, which `both` gives of the transpose, too."""
+    """The scale of a cast, the scale that decodes, the codes, and with `both` the codes of the transpose."""
 
     scale: Tensor
     inverse: Tensor
@@ -215,7 +216,7 @@ class DelayedCodes(NamedTuple):
 def delayed_codes(
     x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
 ) -> DelayedCodes:
-    """What `delayed_scale` and a cast do, where `casts_in_one_call`: the magnitude is found while casting."""
+    """Does `delayed_scale` and a cast in one pass, where `casts_in_one_call`."""
     check_input(x)
     written = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
     inputs = x.detach(), history, casts, scale
@@ -232,7 +233,7 @@ def _with_scales(x: Tensor, fmt: Format, both: bool) -> Memory:
 
 
 def _memory(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
-    """Memory of these shapes, None where there is no shape."""
+    """Allocates a tensor for each shape, None for None."""
     return tuple(None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
 
@@ -278,7 +279,7 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
     if not x.numel():
         return None
     matrix, swapped = laid(x)
-    # The memory decides which orientation is straight: x may be the transpose of what lies there.
+    # The memory decides which orientation is straight: x may be a transposed view of it.
     if swapped:
         out, turned = turned, out
     # A scale for each square fixes its side; otherwise the side is free, and chosen for the shape.

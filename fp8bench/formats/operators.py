@@ -35,9 +35,9 @@ FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 class Kernels:
     """The kernels of this process. Thread-safe.
 
-    `wanted` are those that calls would have used, had they been compiled; `refused` says why some did not compile.
-    `eager` counts the calls that ran as separate operations although there is a kernel for them, `fused` those that ran
-    as one kernel, by the bits of its vectors.
+    `wanted` are those that calls would have used, had they been compiled; `refused` has the reasons of those that did
+    not compile. `eager` counts the calls that ran as separate operations although there is a kernel for them, `fused`
+    those that ran as one kernel, by the bits of its vectors.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class Kernels:
         self.refused: dict[Definition, str] = {}
         self.eager = 0
         self.fused = Counter[int]()
-        # Of casts by hand, by the layouts of their arguments (native_codes.py).
+        # Launches of casts by hand, by the layouts of their inputs (native_codes.py).
         self.relaunches: dict[Hashable, Any] = {}
         self._ready: dict[Definition, Compiled] = {}
         self._lock = threading.Lock()
 
     def get(self, kernel: Definition) -> Compiled | None:
         ready = self._ready.get(kernel)
-        # The worker reads the counts to say whether timed steps ran compiled kernels.
+        # The worker reads the counts to report whether timed steps ran compiled kernels.
         with self._lock:
             if ready is not None:
                 self.fused[ready.bits] += 1

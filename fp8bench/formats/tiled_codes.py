@@ -1,7 +1,7 @@
 """Native casts to MX and NVFP4: codes along the contraction, and scales in the tiles where products look for them.
 
 Products of compute capability 10.0 read scales in tiles of 128 x 4 (scale_layouts.py). Where a matrix fills its tiles,
-one kernel writes codes and scales in place; else scales come out row by row, and are put into tiles afterwards.
+one kernel writes codes and scales in place; else scales are written row by row, and copied into tiles afterwards.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Places:
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, down: int) -> Tensor:
-        """The bytes of scales, which lie in tiles, or in rows; all of them unviewed where they are numbered."""
+        """Views the bytes of scales in tiles or in rows; unchanged where scales are written by index."""
         if self.writes_by_index:
             return memory
         if not self.tiled:
@@ -145,10 +145,10 @@ class TiledCodesKernel(Kernel):
             codes = [encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
-        # Scales of one row each lie in the order of the codes; those of squares are spread over their rows.
+        # Scales of single rows have the order of the codes; those of squares are repeated over their rows.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        else:  # by every element, though once a row would do: a smaller shape would be a kernel of its own
+        else:  # by every element, though once a row would do: a smaller shape would need a separate kernel
             scales.index_put_((self.places.numbers(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
 
@@ -199,7 +199,7 @@ class PairsKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         pairs, out = tensors
-        # There is no code for NaN: it becomes the largest, as by a GPU's saturating conversions.
+        # No code is NaN: it becomes the largest, as by a GPU's saturating conversions.
         values = pairs.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
         first, second = (encode_values(round_values(values[..., number], E2M1), E2M1) for number in (0, 1))
         out.copy_(first.bitwise_or(second.bitwise_left_shift(4)))
@@ -269,9 +269,9 @@ def tiled_codes(
 ) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, two e2m1 ones in a byte, and the bytes of its blocks' scales in tiles (scale_layouts.py).
 
-    Every row has scales of its own, and those of NVFP4's squares are repeated, because no product takes squares as
-    such. MX's are float8_e8m0fnu; NVFP4's are bytes, followed by the four of the tensor's own float32 scale: `amaxes`
-    are the largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
+    Every row has separate scales, and those of NVFP4's squares are repeated, because no product takes squares as such.
+    MX's are float8_e8m0fnu; NVFP4's are bytes, followed by the four of the tensor's own float32 scale: `amaxes` are the
+    largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
     """
     check_input(x)
     if not _takes_kernel(x):

@@ -643,6 +643,6 @@ def test_a_kernel_that_does_not_say_what_it_counts_keeps_no_limit(
     before = resource.getrlimit(resource.RLIMIT_DATA)
     (tmp_path / "status").write_text(status)
     monkeypatch.setattr(cpu_module, "Path", lambda path: tmp_path / "status")
-    with pytest.raises(CannotLimit, match="does not say how much memory"), Cpu().memory_limited(0, 10**9):
+    with pytest.raises(CannotLimit, match="has no line for this process"), Cpu().memory_limited(0, 10**9):
         pass
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

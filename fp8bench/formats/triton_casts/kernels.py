@@ -46,7 +46,7 @@ def divide(dividend, divisor):
 
 @triton.jit
 def factor_of(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """What elements are multiplied by, from the bits of their largest magnitude: see blocks.float_factor."""
+    """The factor of elements, from the bits of their largest magnitude: see blocks.float_factor."""
     usable = (bits > 0) & (bits < INFINITY)
     amax = tl.where(usable, bits, ONE).to(tl.float32, bitcast=True)
     factor = tl.where(usable, tl.minimum(divide(LARGEST, amax), LARGEST_FACTOR), 1.0)
@@ -338,7 +338,7 @@ def cast_blocks(
 ):
     """Codes with a scale for SIDE elements of a row, or SIDE x SIDE (SQUARE): a program takes one square, once.
 
-    Scales of parts of rows lie by columns: `stride` apart from one part to the next. Those of squares lie by rows.
+    Scales of parts of rows are stored by columns, with `stride` from one part to the next; scales of squares by rows.
     """
     tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
     row = tile_row * SIDE + tl.arange(0, SIDE)

@@ -1,7 +1,7 @@
 """Runs plans: through Triton the first time, then by the compiled kernels themselves. Imports triton.
 
-Triton looks at every argument in every call, which takes longer than a small cast. What it finds depends on shapes,
-strides and dtypes alone, if pointers are aligned: a `Repeat` keeps it, and a call passes addresses and a stream.
+Triton looks at every argument in every call, which takes longer than a small cast. The result depends on shapes,
+strides and dtypes alone, if pointers are aligned: a `Repeat` stores it, and a call passes addresses and a stream.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ALIGNMENT = 16
 _WIDE = ("x", "codes", "turned")
 """Arguments that are read and written by such instructions."""
 _SOME_PROCESSORS = 4
-# By device and stream.
+# A counter for each device and stream.
 _COUNTERS: dict[tuple[int | None, int], Tensor] = {}
 
 
 @dataclass(frozen=True)
 class Specialised:
-    """What Triton compiles of a plan: a function, its arguments' types, and its constants."""
+    """The part of a plan that Triton compiles: a function, its arguments' types, and its constants."""
 
     function: str
     warps: int
@@ -123,7 +123,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class Repeat:
-    """A cast as it was launched, for other tensors of the same shapes, strides and dtypes."""
+    """Launches a cast again for other tensors of the same shapes, strides and dtypes."""
 
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
         self._device, self._wide = device, tuple(_wide(plans))
@@ -156,7 +156,7 @@ class Repeat:
         operands = (*addresses, *_allocate(self._scratch, device, stream))
         # Triton's own way to here reads its settings and makes two functions a launch. Without hooks it does no more.
         for run, programs, function, metadata, values, places in self._launches:
-            # A copy: backward passes cast in threads of their own.
+            # A copy, because backward passes cast in other threads.
             arguments: list[object] = values.copy()
             for place, number in places:
                 arguments[place] = operands[number]
@@ -194,7 +194,7 @@ def _allocate(scratch: tuple[bool, int], device: torch.device, stream: int) -> t
 
 
 def _counter(device: torch.device, stream: int) -> Tensor:
-    """Launches of a stream follow each other, and share a counter. A captured graph may run beside them: it gets a
+    """Launches of a stream follow each other, and share a counter. A captured graph may run at the same time: it gets a
     counter for each launch, which it sets to zero itself."""
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
