@@ -77,7 +77,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def ran(
     words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command. Raises RuntimeError if it ends with another code than one of `ends`."""
+    """Runs a command. Raises RuntimeError if its exit code is not in `ends`."""
     done = subprocess.run(words, cwd=folder, env=environment(more), capture_output=True, text=True, check=False)
     if done.returncode not in ends:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-500:]}")

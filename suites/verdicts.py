@@ -50,7 +50,7 @@ from suites.trials import ROOT, Table, conditions, options, say, scratch
 MARGIN = 0.01
 SEEDS = 5
 PLANTED = (0.005, 0.01, 0.02, 0.04)
-# In real trainings a step's gap moves by 2 to 7 times what seeds lie apart, from each step to the next anew.
+# In real trainings a step's gap moves from step to step by 2 to 7 times the distance between seeds.
 _STEP_NOISE = 4
 _ENDING_STEPS = 200
 _LAST_ENDS = 10
@@ -151,13 +151,13 @@ found = partial(share, lambda arm: arm.learned is Learned.WORSE)
 
 
 def seeds_for(noise: Noise, studies: int, spread: float, shift: float, power: float = 0.8) -> int | None:
-    """Returns the fewest seeds that find a planted loss so often; None if no number does."""
+    """Returns the fewest seeds that find a planted loss with this probability; None if no number does."""
     counts = range(LEAST_PAIRS, _MOST_SEEDS + 1)
     return next((count for count in counts if found(noise, studies, spread, shift, count) >= power), None)
 
 
 def after_advice(noise: Noise, studies: int, spread: float) -> float:
-    """Returns the false alarms if everybody who is told how many more seeds would do adds them, and looks again."""
+    """Returns the false alarms if everybody adds the suggested number of seeds and judges again."""
     every = spread * noise(np.random.default_rng(1), studies, SEEDS + _MOST_MORE)
     wrong = 0
     for study in every.tolist():
@@ -256,7 +256,7 @@ STUDIES = ((ULP, 0.003, 10), (ULP, 0.01, 10), (SLOWER, 0.001, 4))
 def study(
     lab: Lab, facts: DeviceFacts, text: TrainingText, arms: tuple[Arm, ...], rate: float, seed: int
 ) -> tuple[Training, list[StreamLine]]:
-    """Trains the reference and the arms beside each other, in five seeds."""
+    """Trains the reference and the arms together, in five seeds."""
     settings, lines = replace(SETTINGS, rate=rate), []
     request = TrainingRequest(("bf16",), settings=settings, steps=TRAINED_STEPS, seeds=SEEDS, seed=seed)
     every = (REFERENCE, *arms)
@@ -326,7 +326,7 @@ def lines(studies: int, only: str) -> Iterator[tuple[str, list[float | int | Non
 
 
 def print_figures(studies: int, only: str) -> dict[str, list[float | int | None]]:
-    """Returns every figure, and prints it as soon as it is known."""
+    """Returns every figure, and prints each as soon as it is computed."""
     title = f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; by the deviation of the gap from seed to seed"
     table, figures = Table(title, *(f"{100 * spread:g}%" for spread in SPREADS), name=52), {}
     for name, values in lines(studies, only):

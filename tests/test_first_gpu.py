@@ -169,7 +169,7 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
     first_gpu.forget(steps, ["x"], tmp_path)
     assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
-    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+    with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
         first_gpu.forget(steps, ["nosuch"], tmp_path)
 
 
