@@ -37,7 +37,7 @@ from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.request import NVTX
 from fp8bench.model.specs import spec_of
-from fp8bench.protocols import Observer
+from fp8bench.protocols import CannotMark, Observer
 from fp8bench.protocols.axes import CACHE
 from fp8bench.registry import workloads
 
@@ -294,9 +294,10 @@ class Passes:
             limit = self._limits.numbers(outcome.planned.work)
             yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
-            reason = f"no {lacking}: {cause}"
-            # A worker that only ran out of memory still holds its other states: it need not restart.
-            if ran_out_of_memory(cause):
+            refusal = f"{CannotMark.__name__}: "
+            reason = f"no {lacking}: {str(cause).removeprefix(refusal)}"
+            # A worker that refused, or only ran out of memory, still holds its other states: it need not restart.
+            if str(cause).startswith(refusal) or ran_out_of_memory(cause):
                 outcome.add_detail(reason)
                 return
             self._worker.restart()
