@@ -63,15 +63,13 @@ def only_native(word: str, native: Mapping[str, str]) -> str:
     return ",".join(name for name in names if native.get(base_of(name), "native") == "native")
 
 
-def command_of(files: StepFiles, native: Mapping[str, str], quick: bool) -> list[str]:
+def command_of(files: StepFiles, native: Mapping[str, str]) -> list[str]:
     """A step's words, or those that go on with what an attempt that was cut off had begun.
 
     `native:A,B` becomes those of them that the GPU multiplies.
     """
     step = files.step
-    words = [
-        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick_words if quick else ()))
-    ]
+    words = [word.format(json=files.path("json")) for word in step.words.split()]
     kind = words[1] if words[0] == "fp8bench" else words[0]
     if begun := files.begun():
         words = [*words[:2], "--resume", begun[-1].stem.split("-")[-1], *(["--json"] if kind == "train" else [])]
@@ -104,13 +102,13 @@ def _ended_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
+def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str, Any]:
     """One attempt at a step, in this process's group: who kills that leaves nothing running."""
     state = files.state() or {"state": "begun", "attempts": 0, "overruns": 0}
     commit = conditions()["commit"]
     if state.get("commit", commit) != commit:  # after a mend: halves of two commits would not compare
         shutil.rmtree(files.store, ignore_errors=True)
-    command = command_of(files, native, quick)
+    command = command_of(files, native)
     state |= {
         "commit": commit,
         "attempts": state["attempts"] + 1,
@@ -137,13 +135,13 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool)
     state["seconds"] = round(time.monotonic() - start, 1)
     if state["code"] == EXIT_USAGE and "--resume" in command:  # files have changed since: its halves would not compare
         shutil.rmtree(files.store)
-        return take(files, max(1.0, limit - state["seconds"]), native, quick)
+        return take(files, max(1.0, limit - state["seconds"]), native)
     # An end by a signal (such as the system's when memory is exhausted) is not an answer; too little time is not a
     # fault.
     ended = state["code"] is not None and state["code"] >= 0
     state["overruns"] += not ended and (limit >= LONGEST or state["code"] is not None)
     if ended or state["overruns"] >= _MOST_OVERRUNS:
-        state |= {"state": "ended", "quick": quick, **conditions()}
+        state |= {"state": "ended", **conditions()}
     files.write(state)
     return state
 
@@ -171,7 +169,6 @@ def go(
     steps: Sequence[FirstStep],
     folder: Path,
     seconds: float,
-    quick: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Takes steps until the time is over; one that needs more than is left makes way for those behind it.
@@ -201,7 +198,7 @@ def go(
         # A step that takes far longer than its plan, such as one whose groups start again, is continued in a later
         # call.
         most = max(_LEAST_LIMIT, _SLOWER * expected[name]) if "--brisk" in files.step.words else LONGEST
-        state = take(files, min(LONGEST, left, most), native, quick)
+        state = take(files, min(LONGEST, left, most), native)
         files.write(files.state() | {"expected": round(expected[name])})
         tried.add(name)
         words = f"{name}: {state['state']} after {state['seconds']:.0f} s (computed {expected[name]:.0f})"
@@ -266,8 +263,8 @@ def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any])
         return Row(line.what, target, "-", f"could not be: {reason}")
     except (ArithmeticError, LookupError, OSError, StopIteration, TypeError, ValueError, Fp8benchError) as failure:
         return Row(line.what, target, "-", f"could not be: read from its files, {type(failure).__name__}: {failure}")
-    if nothing or state["quick"]:
-        return Row(line.what, target, measured.text, f"could not be: {nothing or '--quick measures too little'}")
+    if nothing:
+        return Row(line.what, target, measured.text, f"could not be: {nothing}")
     if measured.number is None:
         return Row(line.what, target, measured.text, "measured")
     verdict = "measured" if target == "-" else "reached" if line.reached(measured.number, card) else "missed"
@@ -338,7 +335,6 @@ def main() -> int:
         __doc__,
         minutes=(9.0, "that it may take"),
         out=(Path, "the folder; of an earlier start, to go on"),
-        quick=(False, "the least of each step, to rehearse: no verdict"),
         again=(str, "steps to repeat, separated by commas"),
         only=(str, "these steps alone, with commas, in this order; the probe comes first"),
         brisk=(False, "the steps that answer what is open, for a GPU that is lent for minutes"),
@@ -359,7 +355,7 @@ def main() -> int:
             unpack(asked.archive, asked.out)
         forget(steps, asked.again.split(",") if asked.again else [], asked.out)
         # The minutes include the time of interrupting the last step.
-        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk, asked.quick)
+        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
         return closing(steps, asked.out)
 
 

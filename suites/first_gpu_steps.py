@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers, what --quick adds.
+    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers.
 
     A device has to multiply one of the precisions in `needs`, where there are any.
     """
@@ -68,12 +68,7 @@ class FirstStep(NamedTuple):
     seconds: int
     lines: tuple[Line, ...]
     rows: tuple[str, ...] = ()
-    quick: str = ""
     needs: tuple[str, ...] = ()
-
-    @property
-    def quick_words(self) -> list[str]:
-        return (self.quick or ("--quick" if self.words.startswith("fp8bench suite ") else "")).split()
 
     def missing_units(self, native: Mapping[str, str]) -> str:
         """Says why the step would only measure emulations on a device; '' where it would not."""
@@ -342,7 +337,7 @@ PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:c
 
 
 def _suite(name: str, words: str, seconds: int, *lines: Line, rows: tuple[str, ...] = ()) -> FirstStep:
-    return FirstStep(name, words, seconds, lines or (Line(f"{name}: cases measured", cases),), rows, "--quick")
+    return FirstStep(name, words, seconds, lines or (Line(f"{name}: cases measured", cases),), rows)
 
 
 def _tests() -> Iterator[FirstStep]:
@@ -377,7 +372,7 @@ LATER_STEPS = (
         rows=("`fp8bench train`: arms, checkpoints, watching, health rules",)),
     FirstStep("power", "fp8bench selftest --power --device cuda --operation small --trials 30 --json {json}", 400, (
         Line("alarms of 30 A/A trials", alarms, high=0),
-    ), (), "--trials 2"),
+    )),
     _suite(
         "train-gpt2", "fp8bench train --model gpt2-124m --steps 200 --seeds 1 --dtypes native:bf16,fp8 --json", 300,
         Line("gpt2-124m, 200 steps", learns)),
@@ -392,7 +387,7 @@ LATER_STEPS = (
         rows=("`suite vision`: layouts, a ViT, image next to text",)),
     FirstStep(
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
-        (Line("layout", said("together: ")),), quick="--quick",
+        (Line("layout", said("together: ")),),
     ),
     _suite(
         "diffusion", "fp8bench suite diffusion --set denoiser=dit --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
@@ -401,7 +396,7 @@ LATER_STEPS = (
     _suite("te", f"{_STEP} native:bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
-        (Line("ablate", said("together: ")),), quick="--quick", needs=("fp8",),
+        (Line("ablate", said("together: ")),), needs=("fp8",),
     ),
     FirstStep("claims", "fp8bench claim --published --device cuda", 300, (
         Line("published figures: within, above, below, or other conditions", said("claims: ")),

@@ -81,7 +81,7 @@ class Programme:
     def clock(self) -> float:
         return self.now
 
-    def take(self, files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
+    def take(self, files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str, Any]:
         if (self.folder / ARCHIVE).exists():
             self.archived.append(names_in(self.folder / ARCHIVE))
         self.begun.append((files.step.name, limit))
@@ -90,7 +90,7 @@ class Programme:
         if files.step is PROBE:
             files.path("json").write_text(json.dumps(self.probe))
         files.path("out").write_text(f"{files.step.name}\n")
-        state = {"state": "ended", "attempts": 1, "overruns": 0, "code": 0, "quick": quick, "seconds": seconds}
+        state = {"state": "ended", "attempts": 1, "overruns": 0, "code": 0, "seconds": seconds}
         files.write(state)
         return state
 
