@@ -266,13 +266,15 @@ class Prepared:
                 marks.append(end())
                 calls_seconds.append(now() - started)
             host = time.perf_counter() - wall
+            at_end = before if self._between is None else counters()
             self.device.synchronise(self.index)
             wall, thread, cpu = (
                 time.perf_counter() - wall,
                 time.thread_time() - thread,
                 time.process_time() - cpu,
             )
-            counted = grown(before, counters())
+            after = counters()
+            counted = grown(before, after)
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
@@ -280,10 +282,12 @@ class Prepared:
         if late is not None:
             late.add([step.seconds for step in steps], discard)
         gaps = max(0.0, host - sum(calls_seconds))
+        # A host that waits for a core notices late that the device is done.
+        late_seconds = _number_or_none(grown(at_end, after)["waited"]) or 0.0
         self._missing.append(
             min(map(_missing_seconds, calls_seconds, steps))
             if self._between is None
-            else _missing_of_slot(wall, gaps + self._between.seconds(), steps)
+            else _missing_of_slot(wall, gaps + self._between.seconds() + late_seconds, steps)
         )
         eager, fused = fusing.calls_since(quantised)
         preemptions = _number_or_none(counted["preemptions"])
