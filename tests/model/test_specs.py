@@ -51,7 +51,7 @@ def reserve(told: MetricSources) -> Iterator[Metric]:
 
 @pytest.fixture(params=["cases", "spare"])
 def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricSpec]:
-    """In a table that there is, or in one of its own."""
+    """A spec in an existing table or a new one."""
     made = replace(RESERVE, table=request.param)
     monkeypatch.setitem(METRICS, made.name, made)
     monkeypatch.setattr(metrics, "MEASURES", [*metrics.MEASURES, reserve])

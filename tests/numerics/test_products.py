@@ -43,7 +43,7 @@ def test_exact_product_is_the_product_of_those_rows(columns: int) -> None:
 @for_each(
     ("sides", "cap", "rows"),
     [
-        ((5, 10, 10), 1e6, range(5)),  # all of them where they are affordable
+        ((5, 10, 10), 1e6, range(5)),  # all of them where affordable
         ((1000, 64, 64), 10 * 2 * 64 * 64, range(50, 1000, 100)),
         ((0, 10, 10), 1e6, ()),
         ((3, 0, 0), 1e6, range(3)),
@@ -73,7 +73,7 @@ def test_an_exact_kernel_has_the_casts_error_alone() -> None:
     low = round_to(a, E4M3), round_to(b, E4M3)
     whole, kernel = product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
     assert kernel == pytest.approx(0, abs=1e-15)
-    # Facts measured apart: an SQNR of 28.5 dB with E4M3 on both sides.
+    # Separately measured: an SQNR of 28.5 dB with E4M3 on both sides.
     assert -20 * math.log10(whole) == pytest.approx(28.5, abs=0.3)
 
 
@@ -107,7 +107,7 @@ def cut(value: Fraction, bits: int) -> Fraction:
 
 
 def by_hand(row: list[float], column: list[float], accumulator: Accumulator, bits: int) -> np.float32:
-    """One element of the product: exact sums of 32, cut off, and promoted every 128 or never."""
+    """One element of the product: exact sums of 32, truncated, and promoted every 128 or never."""
     total, kept = np.float32(0), Fraction(0)
     for start in range(0, len(row), INSTRUCTION):
         part = slice(start, start + INSTRUCTION)
@@ -148,7 +148,7 @@ def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: 
 
 
 def test_what_is_lost_is_what_was_published() -> None:
-    """Of 4096 positive products about 0.3% without promotion, at most 14 bits of 128 with it."""
+    """For 4096 positive products about 0.3% without promotion, at most 14 bits per 128 with it."""
     generator = torch.Generator().manual_seed(0)
     a, b = (round_to(torch.rand(16, 4096, generator=generator), E4M3) for _ in range(2))
     exact = a.double() @ b.double().t()
@@ -173,7 +173,7 @@ MEASURED = Path(__file__).resolve().parents[2] / "reports" / "gpu_h200_202611" /
 
 
 def values_of(kept: np.ndarray, name: str) -> Tensor:
-    """E4M3, but E5M2 for some first operands: the units multiply no two of E5M2."""
+    """E4M3, and E5M2 for some first operands: units cannot multiply two E5M2 operands."""
     e5 = name.startswith("e5") and name.endswith("_a")
     return torch.from_numpy(kept).view(torch.float8_e5m2 if e5 else torch.float8_e4m3fn).to(torch.float32)
 

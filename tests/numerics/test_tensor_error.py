@@ -282,15 +282,15 @@ def test_the_page_has_every_figure_with_its_unit() -> None:
 @pytest.mark.parametrize(
     ("scales", "amaxes", "drift", "lag", "most"),
     [
-        # A current scale uses the format to its largest value at each step, and drifts as the data do.
+        # A current scale uses the whole format at each step, and changes with the data.
         ((448.0, 112.0, 224.0, 224.0), (1.0, 4.0, 2.0, 2.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0, 0.0), (2.0, 0.0)),
-        # One of the step before: twice too large is an octave of overflow, a quarter two octaves that lie idle.
+        # A scale of the previous step: data twice as large overflow by an octave, a quarter leaves two octaves unused.
         ((448.0, 448.0, 224.0), (1.0, 2.0, 0.5), (0.0, 1.0), (0.0, 1.0, -2.0), (1.0, 1.0)),
-        # What never overflows has a negative lag: a margin of an octave.
+        # If it never overflows the lag is negative: a margin of an octave.
         ((224.0, 224.0), (1.0, 0.5), (0.0,), (-1.0, -2.0), (0.0, -1.0)),
-        # What has no logarithm is left out: an amax of 0, and scales that are none.
+        # Values without a logarithm are left out: an amax of 0, and invalid scales.
         ((1.0, 0.0, math.inf, 1.0), (0.0, 1.0, 1.0, 448.0), (), (0.0,), (0.0, 0.0)),
-        # One step has no drift, and none no lag.
+        # One step has no drift, and none has no lag.
         ((2.0,), (448.0,), (), (1.0,), (0.0, 1.0)),
         ((), (), (), (), (0.0, 0.0)),
     ],
