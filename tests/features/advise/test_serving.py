@@ -48,7 +48,7 @@ def only(given: ServingAnswer) -> Advice:
 
 
 def test_a_gain_that_spoils_predictions_is_none() -> None:
-    """3% of perplexity; of random weights nobody knows."""
+    """A perplexity 3% worse; for random weights it is unknown."""
     known = answer().quality
     assert known is not None
     spoiled = replace(known, arms=(quality(2e-2, 0.03), known.arms[1]))
@@ -96,7 +96,7 @@ def test_contexts(times: ArmTimes, kind: AdviceKind, words: str) -> None:
 
 
 def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers that name the run, and no other's; a line that is broken is told."""
+    """The answers for that run only; a damaged line is reported."""
     crossing = ContextCrossing(700.0, 650.0, 760.0, (True, False))
     times = (ArmTimes(LEAD), ArmTimes(FP8_KV, crossing=crossing))
     whole = answer(times=times, experts=2.5)

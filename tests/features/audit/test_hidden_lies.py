@@ -106,7 +106,7 @@ def test_sizes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that does not compute as soon as it is timed."""
+    """A kernel that stops computing once it is timed."""
     monkeypatch.setattr(times, "_LARGEST", 1)
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
@@ -136,7 +136,7 @@ def test_a_clock_that_says_less_than_passed_is_wrong(monkeypatch: pytest.MonkeyP
         def measure_calls(self, slots: object) -> list[tuple[float, float]]:
             return [(seconds / 50, used) for seconds, used in super().measure_calls(slots)]  # type: ignore[arg-type]
 
-    shape = Shape(1024, 1024, 1024)  # long beside the way to the kernel and back
+    shape = Shape(1024, 1024, 1024)  # long compared with reaching the kernel and returning
     assert times._time_calls(_auditor(product, Wrong), shape, judged=0).wrong_clock
     assert not times._time_calls(_auditor(product), shape, judged=0).wrong_clock
 
@@ -150,7 +150,7 @@ def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: 
 
 
 def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By stand-ins for a GPU's cache and streams: the order in which a timed call uses them."""
+    """Fake caches and streams record the order in which a timed call uses them."""
     order: list[str] = []
     kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))

@@ -1,4 +1,4 @@
-"""What honest casts may do otherwise, what gains are, and honest kernels at another seed."""
+"""Valid variations of casts, what counts as a gain, and honest kernels at a second seed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_gain_is_told_by_its_size(gain: float) -> None:
 
 
 def test_a_mistake_that_one_input_alone_shows_is_not_named() -> None:
-    """Right but for the first call, which is twice as large: it is wrong, and nobody says that it is a factor."""
+    """Only the first call is wrong, by a factor of 2: it fails, without a diagnosis of a wrong factor."""
     calls: list[int] = []
 
     def twice_at_first(a: Tensor, b: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_casts_that_lose_nothing_excuse_no_sum() -> None:
 
 
 def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
-    """To the bit as its units make them; a factor that they would not make is none of theirs."""
+    """Bits equal to those of Hopper's units pass; a factor that the units would not produce fails."""
     treatment = promise_of("fp8", CPU).treatments[0]
     a, b = (
         round_operand(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1)

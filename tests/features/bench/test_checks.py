@@ -1,4 +1,4 @@
-"""What a comparison of callables says before anything is timed, and how far it says that results are apart."""
+"""Refusals before anything is timed, and the reported distance between results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def remarks_on(target: str, against: str = "torch:matmul", **params: str) -> lis
     return examine(setup_of(target, against, **params), target, against)
 
 
-# A callable of the file, and what is said of it. All are compared with torch:matmul.
+# A callable of the file and its message. All are compared with torch:matmul.
 REFUSED = [
     ("prodct", "has no 'prodct'. Did you mean 'product'? Callables in it:"),
     ("number", "is int, and cannot be called. Give a function."),
@@ -109,7 +109,7 @@ def test_inputs_are_the_files_or_a_file_of_tensors(file: str, tmp_path: Path) ->
 
 
 def test_errors_are_those_of_an_independent_computation(file: str) -> None:
-    """NumPy computes the product of the same inputs in float64."""
+    """NumPy computes the same product in float64."""
     a, b = (tensor.double().numpy() for tensor in draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5).tensors)
     exact = torch.from_numpy(a @ b)
 

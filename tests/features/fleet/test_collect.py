@@ -25,7 +25,7 @@ OTHER = "b000000"
 
 
 def stores(folder: Path) -> tuple[Path, Path]:
-    """Two machines' stores: two cells of the plan on the first, one on the other with a run of no plan."""
+    """Two machines' stores: two cells of the plan on the first, one on the other with a run outside the plan."""
     for name, cells in (("a", (0, 1)), ("b", (0,))):
         for cell in cells:
             run = run_at(1, 24.0 * cell + ord(name), id=f"{name}{cell}00000", cell=f"{PLAN.id}/{cell}")
@@ -40,7 +40,7 @@ def collected(folder: Path) -> Collected:
 
 
 def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
-    """All readers of a store find them, and the plan lies beside them."""
+    """All readers of a store find them, and the plan is stored next to them."""
     two, out = stores(tmp_path), tmp_path / "out"
     made = collected(tmp_path)
     assert made.taken == {"node-a": 2, "node-b": 1} and +made.left == {"of no cell of the plan": 1} and not made.failed
@@ -66,7 +66,7 @@ def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -
 
 
 def test_one_that_was_gone_on_with_replaces_its_beginning(tmp_path: Path) -> None:
-    """A beginning that comes later changes nothing."""
+    """A beginning that arrives later changes nothing."""
     path = find_run(OTHER, stores(tmp_path)[1])
     whole = path.read_bytes()
     beginning = whole[: whole.rindex(b'{"end"')]

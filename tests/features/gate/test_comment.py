@@ -52,7 +52,7 @@ def case(
     after: dict[str, Any] | None = None,
     sessions: bool = True,
 ) -> CaseResult:
-    """One case: how much slower it became, its error on head (1e-3 on base), how its sides ended."""
+    """A case with its slow-down, its error on head (1e-3 on base), and the statuses of its sides."""
     sides = [
         record(None, precision, **{"measurements": (Measurement("sum_error", "", (value,)),), **(changes or {})})
         for value, changes in ((1e-3, before), (error, after))
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 
 @for_each("name", CASES)
 def test_the_outcome(name: str) -> None:
-    """It is the first thing said, with its figure next; a reason for each but no regression; in 25 lines."""
+    """It comes first, then its figure; each outcome but "no regression" has a reason; at most 25 lines."""
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
@@ -124,7 +124,7 @@ def test_a_case_that_was_cut_off() -> None:
 
 
 def test_what_the_table_says() -> None:
-    """Changes with intervals, and the smallest slow-down that would have been found; counts are exact."""
+    """Changes with intervals, and the smallest detectable slow-down; counts are exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     text = comment(review(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
@@ -139,7 +139,7 @@ def test_what_the_table_says() -> None:
 
 @pytest.mark.slow
 def test_many_cases_are_25_lines() -> None:
-    """Of every kind at once, with very long reasons and notes."""
+    """Cases of every kind at once, with very long reasons and notes."""
 
     def wordy(record: Record, place: int) -> Record:
         reason = record.reason and record.reason + "\n# x" * 99
@@ -198,7 +198,7 @@ class Job:
         )
 
     def compared(self, base: str) -> tuple[dict[str, str], str]:
-        """Returns the outputs and the comment of the step that compares."""
+        """The outputs and the comment of the comparing step."""
         (self.temp / "output").unlink(missing_ok=True)
         done = self.step("compare", BASE=base)
         assert done.returncode == 0, done.stderr
@@ -215,7 +215,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.mark.nightly
 def test_the_action_on_two_commits(job: Job) -> None:
-    """Head takes three times as long as base: two duels of one session say so."""
+    """Head takes three times as long as base, in two duels of one session."""
     base = job.repository.commit(20_000)
     job.repository.commit(60_000)
     outputs, text = job.compared(base)
@@ -226,7 +226,7 @@ def test_the_action_on_two_commits(job: Job) -> None:
 
 
 def test_an_action_that_cannot_compare(job: Job) -> None:
-    """For lack of the commit, or of a program: it says so all the same."""
+    """The commit or a program is missing: the comment names it."""
     first = job.repository.commit(20_000)
     outputs, text = job.compared("0" * 40)
     assert outputs == {"code": "2", "status": "infrastructure error"} and "is not a commit of the repository" in text
@@ -250,7 +250,7 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
 def test_the_check_and_the_verdict_of_the_action(
     tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
 ) -> None:
-    """The check has the word where the token may write it; what nobody can tell is never said to be fine."""
+    """The check has the verdict if the token may write checks; "cannot tell" is never shown as success."""
     (tmp_path / "checkout").mkdir(exist_ok=True)
     job, words = Job(tmp_path / "checkout"), {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
     (job.temp / "comment.md").write_text("# fp8bench: a word\n")
@@ -270,7 +270,7 @@ def test_the_check_and_the_verdict_of_the_action(
 
 
 def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
-    """Known by its beginning; without the right to write, the job goes on."""
+    """Identified by its beginning; without write permission the job continues."""
     (job.temp / "comment.md").write_text("# fp8bench: no regression above 5%\n")
     calls = job.temp / "calls"
     for mine, expected in (("", "--method POST issue"), ("17", "--method PATCH comments/17")):
@@ -284,5 +284,5 @@ def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
 
 
 def test_no_script_of_the_action_holds_an_expression() -> None:
-    """It would be code of whoever sets it."""
+    """An expression would let whoever sets its value run code."""
     assert not any("${{" in step["run"] for step in STEPS.values())

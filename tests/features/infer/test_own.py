@@ -1,4 +1,4 @@
-"""Models of one's own, and up to which batch arms pay."""
+"""Users' models, and the largest batch at which arms pay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODELS = "tests.nn.served_models"
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A maker's name, once its model's shape is known here."""
+    """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
     monkeypatch.setitem(OWN_SHAPES, maker, ServedShape(*bench.shape(maker, CPU, 0)))
@@ -43,7 +43,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_step_of_a_model_of_ones_own(own: str) -> None:
-    """As of fp8bench's: one token a sequence at the end of a cache that is filled before, and the same each time."""
+    """Like fp8bench's models: one token per sequence at the end of a filled cache, equal in each step."""
     for name, new in (("decode", 1), ("prefill", 24)):
         workload = workloads.get(name)
         for precision in ("fp32", "bf16", "served:weights=int8", "served:kv=fp8:weights=int4"):
@@ -115,7 +115,7 @@ def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Pa
 
 @for_each("carrier", ["fp32", "bf16"])
 def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
-    """In the worker, too: a head in bf16 made the arm of fp32 a seventh slower, and gave it bf16's error."""
+    """In the worker too: a bf16 head made the fp32 arm a seventh slower and gave it bf16's error."""
     params = dict(small("decode", "fp32").case.params)
     arms = f"served:carrier={carrier}:kv={carrier}", carrier
     setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
@@ -125,7 +125,7 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
 def test_a_product_with_a_kept_weight(name: str) -> None:
-    """The suite gemm multiplies by the weight as the format keeps it, and says how far that is from the exact one."""
+    """The suite gemm multiplies by the stored low-precision weight, and reports its distance from the exact one."""
     gemm, precision = workloads.get("gemm"), f"served:weights={name}"
     setup = small("gemm", precision, m=5, n=32, k=64)
     errors = gemm.error(setup)
@@ -141,7 +141,7 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
 
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
-    """An arm fails beyond a context of 512: it has no TPOT at the longest, and the answer says where it failed."""
+    """An arm fails beyond a context of 512: it has no TPOT at the longest, and the answer names the failure."""
     records = []
     for context in (128, 256, 512, 1024):
         params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
@@ -197,7 +197,7 @@ def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.Monkey
 
 
 def test_a_figure_lies_on_its_line() -> None:
-    """Where every call waited for a core twice as long as it took, a round's figure is what it took."""
+    """Every call waited for a core; a round's figure excludes the waiting."""
     records = []
     for context in (128, 512, 1024, 2048):
         params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}

@@ -1,8 +1,8 @@
-"""Mistakes that benchmarks of inference have made, planted: each is refused, labelled, or found here.
+"""Known mistakes of inference benchmarks, planted: each is refused, labelled or detected.
 
-Those of a cache (constant values, one position off, another layer's scale, all experts counted) are planted in
-tests/nn/test_decoder.py and test_own_decoder.py, scales that are found again in each step in test_rollout.py, and arms
-of different length in test_infer.py.
+Mistakes of a cache (constant values, one position off, another layer's scale, all experts counted) are in
+tests/nn/test_decoder.py and test_own_decoder.py, scales that are recomputed in each step in test_rollout.py, arms of
+different length in test_infer.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = "tests.nn.served_models"
 @for_each(("name", "new"), [("decode", 1), ("prefill", 24)])
 @for_each("size", ["nano", "nano-moe"])
 def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, size: str) -> None:
-    """It draws nothing, does not grow, writes its own tokens' keys alone, and answers other tokens otherwise."""
+    """It draws nothing, does not grow, writes only its tokens' keys, and other tokens give another answer."""
     workload, setup = workloads.get(name), small(name, "bf16", size=size)
     state = workload.prepare(setup)
     place = state.at
@@ -62,7 +62,7 @@ def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, si
 def test_a_model_that_cheats_is_labelled(
     maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the tape of its step beside the work of one token: one looks up what it said, one does its prompt again."""
+    """Its tape does not match one token's work: a model looks up answers, or processes its prompt again."""
     wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
     monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
@@ -73,7 +73,7 @@ def test_a_model_that_cheats_is_labelled(
 
 
 def test_text_that_is_encoded_again() -> None:
-    """Every window is a stretch of the text's own ids, one a character; encoded once more it would be none."""
+    """Every window is a slice of the text's ids, one per character; after a second encoding it would not be."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
     ids = whole.encode("ascii", errors="replace")

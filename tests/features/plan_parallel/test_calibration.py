@@ -65,7 +65,7 @@ def test_recipes_are_the_middle_of_published_machines() -> None:
 
 
 def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that takes nothing: the test of bands would fail."""
+    """Attention without cost: the test of bands would fail."""
     row = next(row for row in trainings() if row.name == "8B, 32k, FP8")
     by = next(row for row in trainings() if row.name == "8B, FSDP 8, FP8")
     errors = []

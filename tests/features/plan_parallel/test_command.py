@@ -68,7 +68,7 @@ def test_units_may_stand_behind_numbers(tmp_path: Path) -> None:
 
 @for_each("name", ["b200", "h100", "h200", "mi300x"])
 def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
-    """By their names; a file of that name comes first, and what their rates rest on is said."""
+    """They are found by name; a file of that name comes first, and the source of their rates is printed."""
     monkeypatch.chdir(tmp_path)
     shipped = read_topology(Path(name))
     assert shipped.node == 8 and shipped.memory >= 80 * 2**30 and shipped.fp8 > shipped.bf16 > 3e14
@@ -79,7 +79,7 @@ def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_counts_of_gpus_are_compared(say: Say, topology: Path) -> None:
-    """Each has a row with its best way, and its ways by themselves."""
+    """Each has a row with its best split, and its splits separately."""
     given = ("llama3-8b", "--topology", str(topology), "--gpus")
     several = json.loads(say(*given, "8,64,8", "--json")[1])["counts"]
     assert several == [json.loads(say(*given, count, "--json")[1]) for count in ("8", "64")]
@@ -190,7 +190,7 @@ ATTENTION = ("attn.qkv 96x64", "attn.out 64x64")
     ("layers", "hidden", "keys", "gated"),
     [
         (("attn.qkv 192x64", "attn.out 64x64", "mlp.up 256x64", "mlp.down 64x256"), 256, 64, False),
-        # The fused product of attention is as wide as the feed-forward part.
+        # Attention's fused product is as wide as the feed-forward part.
         ((*ATTENTION, "mlp.up 96x64", "mlp.down 64x96"), 96, 16, False),
         ((*ATTENTION, "mlp.up 192x64", "mlp.down 64x96"), 96, 16, True),
         ((*ATTENTION, "feed_forward.w1 96x64", "feed_forward.w2 64x96", "feed_forward.w3 96x64"), 96, 16, True),
@@ -276,7 +276,7 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
 
 
 def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
-    """Less memory; a measured training keeps its own states, and so its rates."""
+    """Less memory; a measured training keeps its states, and so its rates."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8", "--batch", "16")
 
     def value(*words: str) -> Any:
@@ -332,7 +332,7 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
     cuts = ("copies", "shards", "tensor", "pipeline", "context", "virtual", "micro_batches")
     ways = {tuple(way[cut] for cut in cuts): way for way in plain}
     alike = [(way, ways[key]) for way in four if (key := tuple(way[cut] for cut in cuts)) in ways]
-    assert len(alike) > 1  # where less fits another number of micro-batches is chosen
+    assert len(alike) > 1  # if less memory allows another number of micro-batches, that one is chosen
     for way, alone in alike:
         more = way["critic_bytes"] + way["frozen_bytes"]
         assert way["memory_bytes"] == pytest.approx(alone["memory_bytes"] + more) and more > 0
@@ -340,7 +340,7 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
 
 
 def test_asking_for_scales_is_counted_where_tensors_are_cut(say: Say, topology: Path) -> None:
-    """Eight messages a block and micro-batch: none in bf16, none by rows, none without TP."""
+    """Eight messages per block and micro-batch; none in bf16, with row scales, or without TP."""
     words = ["llama3-70b", "--gpus", "64", "--topology", str(topology), "--dtype", "fp8"]
     ways = json.loads(say(*words, "--json")[1])["ways"]
     for way in ways:
