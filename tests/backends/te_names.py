@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("te_names.txt")
-# Module of the wheel -> the classes that are called.
+# Module of the wheel -> classes that are called.
 MODULES = {
     "transformer_engine/pytorch/module/linear.py": ("Linear",),
     "transformer_engine/pytorch/module/layernorm_linear.py": ("LayerNormLinear",),
@@ -24,14 +24,14 @@ MODULES = {
     ),
 }  # fmt: skip
 ATTENTION = "transformer_engine/pytorch/attention/multi_head_attention.py"
-# What a block is made of, by attributes, and the modules that say so.
+# Attributes that make up a block, and the modules that read them.
 PARTS = {
     "TransformerLayer.self_attention": "transformer_engine/pytorch/transformer.py",
     "TransformerLayer.layernorm_mlp": "transformer_engine/pytorch/transformer.py",
     "MultiheadAttention.layernorm_qkv": ATTENTION,
     "MultiheadAttention.proj": ATTENTION,
 }
-# The pass in which a layer casts its weights, and keeps them for others.
+# The pass in which a layer casts its weights and caches them.
 FIRST = "is_first_microbatch"
 META = "transformer_engine/pytorch/module/base.py"
 

@@ -175,7 +175,7 @@ class FakeDeepGemm(ModuleType):
             values.append(
                 codes.float() * scale.repeat_interleave(gran, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
             )
-        # Rows times rows are added to a float32 sum, rows times squares written in bfloat16.
+        # Row-wise times row-wise adds to a float32 sum; row-wise times block-wise writes bfloat16.
         assert (c is d and d.dtype == torch.float32) if recipe[1] == 1 else (c is None and d.dtype == torch.bfloat16)
         total = values[0] @ values[1].t()
         d.copy_(total if c is None else c + total)
@@ -183,14 +183,14 @@ class FakeDeepGemm(ModuleType):
 
 
 def test_deepgemm_multiplies_our_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three products of a layer have the layouts that it wants, and the values of our emulation."""
+    """The layer's three products have the required layouts and the emulation's values."""
     monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm("deep_gemm"))
     monkeypatch.setattr(FakeDeepGemm, "calls", [])
     precision = precisions.get("fp8-block:backend=deepgemm")
     theirs, ours = precision.arithmetic(H200), precisions.get("fp8-block").arithmetic(CPU)
     assert wrong_product(theirs, precision, CPU) == ""
     assert set(FakeDeepGemm.calls) == {(1, 128, 128), (1, 1, 128)}
-    a, b = gaussian(64, 640).bfloat16(), gaussian(96, 640, seed=5).bfloat16()  # five blocks: not whole tiles of scales
+    a, b = gaussian(64, 640).bfloat16(), gaussian(96, 640, seed=5).bfloat16()  # five blocks do not fill tiles
     results = [
         arithmetic.product(arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT), torch.bfloat16)
         for arithmetic in (theirs, ours)

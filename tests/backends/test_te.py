@@ -38,7 +38,7 @@ def here(facts: DeviceFacts) -> DeviceFacts:
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake package, and a B200 whose tensors are on the CPU."""
+    """The fake package and a B200 whose tensors are on the CPU."""
     fake_te.install(monkeypatch)
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
 
@@ -101,7 +101,7 @@ def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
 
 @pytest.mark.usefixtures("te")
 def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
-    """One autocast a layer would count each pass once a layer."""
+    """One autocast per layer would count each pass once per layer."""
     arithmetic = precisions.get("fp8-delayed:history=4:backend=te").arithmetic(here(B200))
     case = Case("mlp", (), "fp8-delayed", "cpu")
     setup = Setup(case, CPU, 0, arithmetic, arithmetic, {})
@@ -161,7 +161,7 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("cut", ["linear", "block"])
 def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `recast`, and outside a step, they are cast in every pass."""
+    """With `recast`, and outside a step, every pass casts them."""
     called: list[bool | None] = []
     forward = fake_te.Linear.forward
 
@@ -237,7 +237,7 @@ def test_a_package_that_does_not_import_says_why(
 
 @pytest.mark.slow
 def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
-    """Derived again from the sources of that version, where they can be downloaded."""
+    """Extracts the table again from the released sources, if they can be downloaded."""
     command = [
         sys.executable,
         "-m",
@@ -261,7 +261,7 @@ def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
 
 @for_each("mode", ["fp8", "fp8-block", "mxfp8"])
 def test_its_casts_and_products_are_those_of_single_products(te: None, mode: str) -> None:
-    """Each quantiser has its role, and b is the operand that cuBLAS calls A: the product is that of our emulation."""
+    """Each quantiser has its role. cuBLAS calls b operand A; the product equals the emulation's."""
     ours = precisions.get(mode).arithmetic(CPU)
     theirs = precisions.get(f"{mode}:backend=te").arithmetic(here(B200)).separate()
     a, b = gaussian(64, 128).bfloat16(), gaussian(96, 128, seed=5).bfloat16()

@@ -26,7 +26,7 @@ from tests.counts import for_each
 
 
 class FakeEvent:
-    """An event whose time is the number of records so far, in steps of a quarter of a millisecond."""
+    """An event whose time is its number of records, in steps of 0.25 ms."""
 
     made: ClassVar[int] = 0
     records: ClassVar[int] = 0
@@ -62,7 +62,7 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
 
 
 def test_events_are_recorded_without_the_python_method_around_it() -> None:
-    """torch's own class has such a method; a class that wraps none is recorded by its own."""
+    """torch's event class has a Python wrapper method; a class without one is recorded by its plain method."""
 
     class Wrapped(FakeEvent):
         def record(self, stream: str) -> None:
@@ -100,7 +100,10 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
 
 
 def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many launches as cover the time; spins where it is shorter than one, or where none could be captured."""
+    """Launches enough products to cover the time.
+
+    Spins if the time is shorter than one, or without a captured graph.
+    """
     done: list[float | str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
     fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), None]
@@ -113,7 +116,7 @@ def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pyt
 
 
 def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here torch has no CUDA, which stands for a GPU without memory, and for one without graphs."""
+    """torch without CUDA represents GPUs without memory and without graphs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert Cuda()._make_filler(0) is None
 
@@ -162,7 +165,7 @@ def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
 
 
 def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
-    """An event that is recorded anew forgets its earlier time."""
+    """Recording a recycled event replaces its earlier time."""
     now = stamper.source()
     first = [now() for _ in range(3)]
     second = [now() for _ in range(2)]
@@ -225,7 +228,7 @@ def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events go to the current device's stream, so the second GPU must be the current one."""
+    """Events go to the current device's stream, so the second GPU must be current."""
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: asked.append(("select", index)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: asked.append(("wait", index)))
@@ -273,13 +276,13 @@ def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: E
 def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message is the same for another version of the library, and after an error that broke the context."""
+    """The message is the same for other versions of the library, and after an error that broke the context."""
     left = [0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left[0], 80 << 30))
     assert Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
     left[0] = 2 << 30
     assert not Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
-    left.clear()  # asking raises, too
+    left.clear()  # even querying raises
     assert not Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
 
 
@@ -316,7 +319,7 @@ def test_a_build_of_torch_has_kernels_for_some_gpus(arch: str, built: list[str],
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:
-    """Asks for a quarter of an exabyte: torch's words have not changed."""
+    """Allocates a quarter of an exabyte to check that torch's message has not changed."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 56, dtype=torch.float32)
     assert Cpu().is_out_of_memory(raised.value)
@@ -388,7 +391,7 @@ def test_what_operations_and_backward_allocate_counts() -> None:
 
 
 def test_what_an_earlier_count_left_behind_does_not_count() -> None:
-    """torch's allocator remembers it, and reports its release."""
+    """torch's allocator keeps earlier memory and reports its release."""
     meter = ProfilerMeter()
     cache = []
     for _ in range(3):
@@ -475,7 +478,7 @@ class FakeAllocator:
         self.peak, self.peak_reserved = self.held, self.reserved
 
 
-# What the fake allocator asks its driver for at a time.
+# Bytes per request of the fake allocator to its driver.
 BLOCK = 2 << 20
 
 
@@ -522,7 +525,7 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
         meter.enter(phase)
         for size in sizes:
             allocator.allocate(size)
-    assert allocator.waiting  # nobody has waited for the device since the stretch began
+    assert allocator.waiting  # no synchronization since the measurement began
     course = meter.stop()
     assert course is not None and course.peak == 100 + 3 * BLOCK
     assert [(one.phase, one.allocated, one.reserved) for one in course.phases] == [
@@ -574,7 +577,7 @@ def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.Mon
 
 
 def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process may time things afterwards."""
+    """Because the process may time calls afterwards."""
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     meter.start(blocks=False)
@@ -586,7 +589,7 @@ def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.
 
 
 def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS allocates it for the first product of a process and keeps it."""
+    """cuBLAS allocates it at the first product of a process and keeps it."""
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     peaks = []

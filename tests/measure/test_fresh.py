@@ -18,7 +18,7 @@ from tests.counts import for_each
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, lasting, planned
 
 NAMES = ("fp32", "bf16", "fp16", "tf32")
-# Its first 24 slots take 4 ms, and those after them 5 ms: the four untimed calls come before.
+# The first 24 slots take 4 ms, later ones 5 ms, after four untimed calls.
 FADING = Script(lambda call: gemm_steps(4 * MS if call < 28 else 5 * MS)(call))
 SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 

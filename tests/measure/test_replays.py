@@ -45,7 +45,7 @@ RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=ST
 
 
 def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, Replays], FakeWorker]:
-    """By mode, of arms that are ready; and the worker that was asked."""
+    """Replay results by mode for prepared arms, and the worker."""
     worker = FakeWorker(scripts)
     chosen = arms or tuple(arm(mode, facts=GPU) for mode in scripts)
     for one in chosen:
@@ -74,7 +74,7 @@ def test_cases_take_turns_in_replays() -> None:
 
 
 def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
-    """Seconds by phase, the same phase added up; none where it fails, which costs no figure of the other graph."""
+    """Seconds by phase, repeated phases added up; none if it fails, which does not affect the other graph's figure."""
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()

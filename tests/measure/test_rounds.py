@@ -47,7 +47,7 @@ def never(case: Timing, reference: Timing, control: Timing | None) -> bool:
 
 
 def after(rounds: Mapping[int, int]) -> Judge:
-    """Decides an arm, known by the nanoseconds of its steps, after so many rounds."""
+    """Decides an arm, identified by its step time, after its number in `rounds`."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         return case.num_rounds >= rounds[case.slots[0].calls_ns[0][0]]
@@ -63,7 +63,7 @@ def sit(
     seed: int = 0,
     tick: Callable[[MeasuredArm, float], None] = lambda arm, share: None,
 ) -> tuple[FakeWorker, str]:
-    """Prepare and run; the worker with its log, and why it ended."""
+    """Prepares and runs; returns the worker with its log, and why it ended."""
     worker = FakeWorker(scripts)
     session.prepare(worker)
     worker.log.clear()
@@ -195,7 +195,7 @@ def test_emulated_arms_get_four_rounds(rule: StoppingRule) -> None:
 
 
 def test_emulations_take_no_rounds_from_an_open_question() -> None:
-    """Their 10 s count for the ceiling alone."""
+    """Their 10 s count only for the ceiling."""
     slow = {label: lasting(500) for label in ("fp8", "mxfp8", "nvfp4", "mxfp4", "fp8-block")}
     rule, ended = StoppingRule(least=16, budget=1.0), []
     for emulated in ([], list(slow)):
@@ -218,7 +218,7 @@ def test_emulations_take_no_rounds_from_an_open_question() -> None:
     ],
 )
 def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
-    """Alone, or beside a reference whose time is no speed, no number of rounds would answer anything."""
+    """Alone, or next to a reference without a speed, no number of rounds would decide anything."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         raise AssertionError("there is nothing to judge")
@@ -232,10 +232,10 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession
     ("rule", "why"),
     [
         (StoppingRule(least=16, budget=1.0), "time was up after 34 rounds"),
-        # The least come even when the budget is over; the ceiling ends it before.
+        # The minimum runs even when the budget is over, unless the ceiling ends it first.
         (StoppingRule(least=16, budget=0.1), "time was up after 16 rounds"),
         (StoppingRule(least=16, budget=0.1, ceiling=0.2), "time was up after 7 rounds"),
-        # No group goes on for ever.
+        # No group runs for ever.
         (StoppingRule(least=16, most=40, budget=1e9, ceiling=1e9), "40 rounds, the most a group gets"),
     ],
 )
@@ -259,14 +259,16 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
     ],
 )
 def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rounds: int) -> None:
-    """And goes on while a few rounds make the difference: a candidate that was faster by 3% now and then and slower by
-    3% else might be either; the cap ends it."""
+    """It continues while few rounds decide: a candidate 3% faster at times and 3% slower otherwise may be either.
+
+    The cap ends it.
+    """
     _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_decided)
     assert f" {rounds} rounds" in f" {why}"
 
 
 def noisy(milliseconds: float, times: float, seed: int) -> Script:
-    """Steps as on a quiet machine: 0.8% either way, and one of ten is held up."""
+    """Steps on a quiet machine: 0.8% noise, and one in ten delayed."""
     draw = random.Random(f"{seed} {times}")
 
     def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -278,7 +280,7 @@ def noisy(milliseconds: float, times: float, seed: int) -> Script:
 
 @for_each("milliseconds", [0.3, 30])
 def test_three_percent_more_is_found_in_nine_of_ten_runs_and_nothing_in_none(milliseconds: float) -> None:
-    """In far less than the budget, beside an emulated case that takes six times as long."""
+    """In much less than the budget, next to an emulated case that takes six times as long."""
     seen: dict[float, Counter[str]] = {1.0: Counter(), 1.03: Counter()}
     for times, verdicts in seen.items():
         for seed in range(10):
@@ -397,7 +399,7 @@ def test_orders_are_drawn() -> None:
 
 
 def test_steps_without_marks_have_the_proportions_of_the_one_before() -> None:
-    """Their own time is kept to the nanosecond; phases are those of marked steps."""
+    """Step times are exact to the nanosecond; phases have the proportions of marked steps."""
     one = arm("fp8", facts=GPU)
     marked = RawStep((UNATTRIBUTED, CAST, GEMM), (10, 30, 60))
     one.calibrated, one.segmentation = marked, segment(marked.codes, marked.intervals_ns)

@@ -112,9 +112,9 @@ def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> 
     [
         # A short step is one block: its cells are its phases.
         ([UNATTRIBUTED, CAST, GEMM, CAST, UNATTRIBUTED], [1, 2, 3, 4, 5], ("unattributed", "cast", "gemm"), (0, 0, 0)),
-        # A block ends with the mark that fills it; the next begins anew with cells of its own.
+        # A block ends with the mark that fills it; the next starts with new cells.
         ([GEMM, CAST, GEMM, CAST], [LEAST_BLOCK_NS - 1, 1, LEAST_BLOCK_NS, 5], ("gemm", "cast") * 2, (0, 0, 1, 2)),
-        # A thousand equal intervals of a second make as many blocks as there may be, not a thousand.
+        # A thousand equal intervals of a second give the maximum number of blocks, not a thousand.
         ([GEMM] * 1024, [10**9] * 1024, ("gemm",) * MOST_BLOCKS, tuple(range(MOST_BLOCKS))),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_gpu_that_nobody_knows_has_reasons(nvml: Simulation) -> None:
         reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
         assert {*reads, *device.changing().values(), device.process_memory(), meter.idle()} == {why}
     inits = nvml.state.inits
-    with meter_for(AMD, {}) as meter:  # NVML may be there, for another device
+    with meter_for(AMD, {}) as meter:  # NVML may exist for another device
         assert meter.kind is SourceKind.NONE and "AMD devices" in meter.why
     assert nvml.state.inits == inits
 
@@ -88,7 +88,7 @@ def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -
 def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml: Simulation, clock: VirtualClock, library: Library
 ) -> None:
-    """What the counter shows is everybody's; the one that has the GPU for itself has it."""
+    """The counter shows the energy of all; an instance alone on its GPU gets it."""
     device = nvml.state.device[0]
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()
@@ -116,7 +116,7 @@ MEBIBYTE = 2**20
 
 
 def held() -> tuple[set[threading.Thread], int, int]:
-    """Threads, the number of open files, and resident bytes of this process."""
+    """Threads, open files, and resident bytes of this process."""
     gc.collect()
     files = Path("/proc/self/fd")
     if not files.is_dir():

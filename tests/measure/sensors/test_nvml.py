@@ -1,4 +1,4 @@
-"""What NVML says of a device, through the real pynvml: in our units, each value by itself."""
+"""Readings of a device through the real pynvml: unit conversion and single failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def values(readings: object) -> dict[str, object]:
-    """Values with their units; reasons as they are."""
+    """Values with units; reasons unchanged."""
     assert isinstance(readings, dict)
     return {
         name: (read.value, read.unit) if isinstance(read, Reading) else read.reason for name, read in readings.items()

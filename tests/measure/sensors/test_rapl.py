@@ -1,4 +1,4 @@
-"""What Linux shows in files: RAPL, clocks and temperatures of a processor."""
+"""Linux's files on a CPU: RAPL, clocks and temperatures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def zone(root: Path, folder: str, name: str, energy: object = 1_000_000, limit: 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two packages, one with its memory; what lies within others, holds others, or shows them again."""
+    """Two packages, one with its memory; with nested, enclosing and duplicate domains."""
     root = tmp_path / "powercap"
     zone(root, "intel-rapl:0", "package-0")
     zone(root, "intel-rapl:0:0", "core")
@@ -89,7 +89,7 @@ def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -
 
 
 def test_permission(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told with what helps. As root may read everything, it is said in the system's place here."""
+    """The reason names a remedy. Root may read everything, so the denial is planted here."""
     plain = Path.read_text
 
     def refusing(self: Path, *words: object, **named: object) -> str:
