@@ -1,4 +1,4 @@
-"""What every precision promises; a new one is tested on the day it is added."""
+"""Contract of every precision; new ones are included automatically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS = [(name, option) for name in NAMES for option in precisions.get(name).o
 
 
 def test_names_and_ranks_are_told_apart() -> None:
-    """The default reference is the lowest rank: two of one rank would make it a matter of luck."""
+    """The default reference has the lowest rank; with equal ranks the choice would be arbitrary."""
     ranks = [precisions.get(name).rank for name in NAMES]
     assert len(set(ranks)) == len(NAMES)
     assert min(zip(ranks, NAMES, strict=True))[1] == "fp32"
@@ -108,7 +108,7 @@ def test_casting_changes_no_input_and_can_be_had_again(name: str) -> None:
                 assert torch.equal(x, before)
                 assert torch.equal(one.data.float(), two.data.float()) and one.data.shape == x.shape
                 turned = arithmetic.turn(one, x, role)
-                # Operands that are rotated are filled up to whole matrices first.
+                # Rotated operands are first padded to whole matrices.
                 rows, columns = turned.data.shape
                 assert rows == shape[1] and shape[0] <= columns < shape[0] + 16
                 assert turned.data.float().isfinite().all()

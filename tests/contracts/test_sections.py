@@ -1,4 +1,4 @@
-"""What every section of the report promises; a new one is tested on the day it is added."""
+"""Contract of every section of the report; new ones are included automatically."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUNS: dict[str, Callable[[], list[Made]]] = {
 
 
 def is_empty(element: Element) -> bool:
-    """Whether there would be nothing to see."""
+    """Whether the section shows nothing."""
     match element:
         case Text() | Code():
             return not element.text.strip()
@@ -48,7 +48,7 @@ def is_empty(element: Element) -> bool:
 
 
 def check(*made: Made) -> None:
-    """A page of these runs keeps every promise."""
+    """Asserts that a page of these runs meets the contract."""
     page = page_of(material(*made))
     assert page.title and page.subtitle and page.parts
     words = Counter(part.name for part in page.parts)

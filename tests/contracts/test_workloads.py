@@ -1,4 +1,4 @@
-"""What every workload promises; a new one is tested on the day it is added."""
+"""Contract of every workload; new ones are included automatically."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from fp8bench.workloads.learning import Learning
 from tests.counts import for_each, paired, sampled
 from tests.facts import CPU, H200
 
-# Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
+# Parameters that keep known workloads small; a workload that is not listed uses its CPU defaults.
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "accumulate": (("width", ("64",)), ("tensors", ("3",))),
     "attention": (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",))),
@@ -70,9 +70,9 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     ),
 }  # fmt: skip
 NAMES = workloads.names()
-QUICK = ("optimizer",)  # whose whole grid is measured each time; the others' where slow tests are asked for
-# Errors that a workload has and does not follow: SQNR is better when higher, which asv cannot know; the rest says
-# again, or only describes, what the followed ones say.
+QUICK = ("optimizer",)  # whole grids always run; grids of the others run as slow tests
+# Errors that are deliberately not tracked: SQNR is better when higher, which asv cannot express; the others repeat or
+# only describe tracked ones.
 UNFOLLOWED = {
     "attention": {"scores_bytes"},
     "diffusion": {
@@ -92,14 +92,14 @@ UNFOLLOWED = {
     },
     "transformer": {"scores_bytes"},
 }  # fmt: skip
-# More of it is neither better nor worse.
+# Figures for which neither direction is better.
 UNORDERED = ("utilisation_percent",)
 ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 WHERE = for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
 
 
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
-    """The first case of the smallest setting, as the plan makes it."""
+    """The first case of the smallest setting, as the plan creates it."""
     request = Request(name, (precision,), ("cpu",), axes=SMALL.get(name, ()))
     planned = make_plan(request, (CPU,), corpus.identity).groups[0].cases[0]
     if planned.skip:
@@ -108,7 +108,7 @@ def smallest(name: str, precision: str, corpus: Corpus) -> Case:
 
 
 def precisions_of(name: str, corpus: Corpus, *wanted: str) -> list[str]:
-    """Those of the wanted precisions that the workload's smallest case can run in."""
+    """The requested precisions that support the workload's smallest case."""
     plan = make_plan(Request(name, wanted, ("cpu",), axes=SMALL.get(name, ())), (CPU,), corpus.identity)
     return [planned.case.precision for planned in plan.groups[0].cases if planned.runs]
 
@@ -169,7 +169,7 @@ def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, fact
 
 @for_each("name", NAMES)
 def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus, bench: Bench) -> None:
-    """And no other does: a name that a plan takes and no layer answers to would change nothing."""
+    """No other layer does either: a layer name in the plan that no layer has would change nothing."""
     case = smallest(name, precisions_of(name, corpus, "fp32", "bf16")[0], corpus)
     setup, asked = bench._setup(case, CPU), []
 
@@ -196,9 +196,9 @@ def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFact
 
 @pytest.mark.parametrize(("name", "precision"), paired(NAMES, ["fp32", "bf16", "nvfp4", "fp8"]))
 def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
-    """With the same marks in every step, which ends outside all phases (the clock would refuse it else).
+    """Every step has the same marks and ends outside all phases (otherwise the clock refuses).
 
-    The state is sound afterwards, and can be given back.
+    Afterwards the state is valid and can be released.
     """
     case = smallest(name, precision, corpus)
     bench.prepare("one", case, CPU)
@@ -214,7 +214,7 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
         assert bench.release("one") == ()
 
 
-# What their steps give goes with the step, in every precision that remembers nothing of it: nobody can look at it.
+# Workloads that keep no step results, in any precision without state, so that results cannot be inspected.
 GIVE_NOTHING_THAT_STAYS = frozenset(
     {"attention", "cast", "conv", "diffusion", "early_exit", "gemm", "mlp", "moe", "norm_act", "numerics"}
 )
@@ -236,8 +236,8 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same again for the same seed; NaN would be a bug, an empty answer is allowed."""
-    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand take a second each
+    """Equal seeds give equal errors; NaN is a bug, an empty dictionary is allowed."""
+    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand steps take a second each
     runnable = precisions_of(name, corpus, "fp32", "bf16", "nvfp4")
     first, *_, last = runnable
     found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in runnable}
@@ -252,7 +252,7 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(
         elif metric.endswith("_error"):
             assert better < worse
         elif metric.endswith(("_vanished", "_percent")) and metric not in UNORDERED:
-            assert better <= worse  # it may be none in both
+            assert better <= worse  # both may be None
 
 
 @for_each("name", NAMES)
@@ -267,7 +267,7 @@ def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, 
         assert above == sorted(above) and all(0 <= share <= 1 for _, *shares in one.outside for share in shares)
 
 
-# One without scales and one with scales of blocks each time; the others, and recipes with options, at night.
+# One mode without scales and one with block scales always run; the others, and recipes with options, run nightly.
 LOW = ("bf16", "nvfp4")
 OTHERS = (
     "fp8:scale=pow2",
@@ -295,7 +295,7 @@ def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpu
             else:
                 assert products.low or not products.count, f"{case.id}: {products}"
                 looked += products.count
-    # tf32 has no high ones, and two suites alone unit-scale.
+    # tf32 has no wide operands, and only two suites have unit scales.
     assert looked == {"fp32": 0, "fp16": 10, "tf32": 16, "bf16": 12, "fp8-unit": 2}.get(precision, 14)
 
 
@@ -312,8 +312,7 @@ def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, ben
 
 @pytest.fixture(scope="module")
 def short_trainings() -> Iterator[None]:
-    """What a case of a grid trains for its error is as long as its parameters say: which errors there are, a few steps
-    tell."""
+    """Shortens the trainings behind errors: a few steps show which errors exist."""
     whole, few = Learning.axes, {"steps": ("4",), "draws": ("1",)}
 
     def axes(self: Learning, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -328,7 +327,7 @@ def short_trainings() -> Iterator[None]:
 def grid_of(
     tmp_path_factory: pytest.TempPathFactory, short_trainings: None, short_slots: None
 ) -> Callable[[str], tuple[Grid, Run]]:
-    """What a workload declares, and that measured on the processor by the whole pipeline: few rounds, all passes."""
+    """The workload's declared grid, and its measurement on the CPU with few rounds and all passes."""
 
     @cache
     def measured(name: str) -> tuple[Grid, Run]:
@@ -337,7 +336,7 @@ def grid_of(
         request = Request(name, devices=("cpu",), rounds=2, grid=True, tape=True)
         run = execute(request, tmp_path_factory.mktemp("store"), SilentObserver(), f"fp8bench suite {name} --grid")
         assert run.finished and not run.troubles
-        # As if this were the machine's only device: a machine with a GPU follows that one.
+        # Pretends that this is the only device: on a machine with a GPU the series follow the GPU.
         return grid, replace(run, devices=tuple(one for one in run.devices if not one.accelerated))
 
     return measured
@@ -364,9 +363,9 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
-    """On a processor, for some case at least: a line of a graph that stays empty is a promise not kept.
+    """On a CPU, for at least one case; an empty series is a broken promise.
 
-    Of energy, where the processor tells its own; of relative times, where a case beside the reference is native.
+    Energy only if the CPU reports it, relative times only if another native case exists.
     """
     _, run = grid_of(name)
     records = measured_of(run)
@@ -429,7 +428,7 @@ def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Cor
 
 
 def overlapping(spans: list[dict[str, Any]]) -> list[str]:
-    """Names of those that end after what they lie in; by more than a clock's tick, to which the file rounds."""
+    """Names of spans that end after their parent, by more than one tick of the file's clock."""
     wrong, is_open = [], []
     for span in sorted(spans, key=lambda one: (one["tid"], one["ts"], -one["dur"])):
         is_open = [one for one in is_open if one["tid"] == span["tid"] and one["ts"] + one["dur"] > span["ts"] + 0.003]

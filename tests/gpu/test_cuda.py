@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped, with the reason, where there is none."""
+"""Properties that only a GPU can show. Skipped with the reason without one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_device_tells_its_facts(facts: DeviceFacts) -> None:
 
 
 def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
-    """The intervals add up to the whole, but for the events' resolution of half a microsecond each."""
+    """The intervals sum to the total, up to the events' resolution of half a microsecond each."""
     stamper = Cuda().stamper(facts.index)
     clock = PhaseClock(stamper)
     a = normal(1024, 1024)
@@ -82,7 +82,7 @@ def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
 
 
 def test_marks_of_a_backward_arrive_in_the_clock(facts: DeviceFacts) -> None:
-    """Autograd runs backward on the device's own thread."""
+    """Autograd runs backward in the device's thread."""
     from fp8bench.nn.linear import Linear
 
     stamper = Cuda().stamper(facts.index)
@@ -148,7 +148,7 @@ def test_the_tf32_scope_changes_products_and_is_restored(facts: DeviceFacts) -> 
 
 
 def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
-    """By its type, and through a worker; the memory is given back."""
+    """Recognised by type, and through a worker; the memory is released."""
     with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
         torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     assert Cuda().is_out_of_memory(raised.value)
@@ -197,7 +197,7 @@ def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precision: str) -> None:
-    """Operands and result in rounded blocks, and cuBLAS's workspace, whether or not it was there before."""
+    """Operands and result in rounded blocks, and cuBLAS's workspace, whether or not it existed before."""
     bench = Bench(Settings())
     case = product_case(precision, 2048, facts)
     peaks = [bench.memory(case, facts) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_memory_on_the_device_is_told_apart(facts: DeviceFacts, precision: str) 
     use = Bench(Settings()).memory(Case("mlp", params, precision, facts.key), facts)
     assert isinstance(use, MemoryUse) and sum(size for _, size in use.roles) == use.peak
     result = dict(use.roles)
-    weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by what is not worth splitting
+    weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by a remainder too small to split
     assert weights <= result["weights"] <= weights + (4 << 20) and result["gradients"] > 0
     assert ("low_precision_weights" in result) == (precision != "fp32")
     assert result.get("other", 0) <= 0.01 * use.peak, (result, use.why)

@@ -1,4 +1,4 @@
-"""Casts, gradient buffers and moments on a GPU. Skipped, with the reason, where there is none."""
+"""Casts, gradient buffers and moments on a GPU. Skipped with the reason without one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu.waits import none_may_wait
 
 pytestmark = pytest.mark.gpu
 
-# Sizes that take no time, and the most that each precision may lose there.
+# Sizes that take no time, and the largest error of each precision there.
 SMALL = {
     "cast": (("shape", ("256",)), ("role", ("input", "gradient"))),
     "accumulate": (("micro_batches", ("4",)), ("width", ("128",))),
@@ -73,8 +73,11 @@ def test_no_step_is_taken_for_idle_and_none_leaks(name: str, precision: str, fac
 def test_errors_on_the_device_are_as_small_as_the_precision_allows(
     name: str, precision: str, facts: DeviceFacts, bench: Bench
 ) -> None:
-    """Native kernels lose no more than the emulation, of which an optimizer's update has more: it is the difference of
-    two parameters, whose last bits weigh up to a thousandth of it."""
+    """Native kernels are no worse than the emulation.
+
+    An optimizer's update has more error: it is the difference of two parameters, whose last bits weigh up to a
+    thousandth of it.
+    """
     processor = next(item for item in bench.probe() if item.kind == "cpu")
     for case in cases(name, precision, facts):
         there = bench.error(replace(case, device=processor.key), processor) if name == "optimizer" else {}

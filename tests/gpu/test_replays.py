@@ -92,8 +92,10 @@ def test_a_step_that_reads_its_data_is_not_captured(corpus: Corpus, facts: Devic
 
 
 def test_a_phase_by_itself_takes_its_time_in_the_step(bench: Bench, facts: DeviceFacts) -> None:
-    """A product that is all of its step, and small enough that 200 of them do not lower the clock; what is kept for it
-    is given back."""
+    """A product that is the whole step, small enough that 200 of them do not lower the clock.
+
+    Its stored inputs are released.
+    """
     bench.prepare("key", product(2048, facts), facts)
     filling = filling_of(20e-6, 20)
     step = best(bench.slot("key", 20, 2, filling))

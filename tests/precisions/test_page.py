@@ -14,7 +14,7 @@ from fp8bench.registry import precisions
 from tests.facts import B200, H200, gpu
 
 ADA = gpu("L40S", (8, 9))
-# What the page says of a mode by whether it is native there.
+# What the page states about a mode, depending on native support.
 WHERE = {
     (True, True, True): "NVIDIA from 8.9",
     (False, True, False): "NVIDIA 9.0",

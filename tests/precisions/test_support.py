@@ -37,7 +37,7 @@ MI250X = gpu("MI250X", (9, 0), hip="7.0", arch="gfx90a")
 OTHER = DeviceFacts("npu", 0, "something else", 16 << 30, "2.13.0")
 OLD_XPU = replace(XPU, scaled_products=False)
 
-# Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.
+# FP8 recipes that torch's scaled product takes, then those it does not; and all narrower ones.
 FP8, REST = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, EMULATED), (EMULATED,) * 5
 INTEL = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
 AMD = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
