@@ -64,7 +64,7 @@ def cut(chance: random.Random, content: bytes) -> bytes:
 
 
 def replace_value(chance: random.Random, content: bytes) -> bytes:
-    """It is JSON still, with a value of another kind, too large, gone, or under another name."""
+    """Keeps JSON valid: a value becomes too large, another kind, missing, or renamed."""
     whole = json.loads(content)
     path = chance.choice(_places(whole)[1:] or [()])
     if not path:

@@ -19,7 +19,7 @@ from fp8bench.formats.recipes import MX, NVFP4, TENSOR
 from tests.commands import only_sentence
 from tests.counts import for_each
 
-# What stands behind --dtypes, and what the sentence must say.
+# Values of --dtypes, and text that the message must contain.
 MODES = [
     ("fp9", "unknown dtype 'fp9'. Did you mean 'fp8'"),
     ("float8_e4m3fn", "unknown dtype 'float8_e4m3fn'. Did you mean 'fp8-e4m3'?"),
@@ -54,7 +54,7 @@ MODES = [
 
 @pytest.fixture
 def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and workers that must not be started; checked at the end."""
+    """An empty working directory in which starting a worker is an error, checked at the end."""
 
     def never(*arguments: object) -> None:
         raise AssertionError("a worker was started")
@@ -67,7 +67,7 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one sentence that a command ends with."""
+    """The only sentence on stderr of a refused command."""
     assert main(list(words)) == 2
     shown = capsys.readouterr()
     assert not shown.out
@@ -120,7 +120,7 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
     ids=lambda tensor: str(tensor.dtype),
 )
 def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
-    """Integers and complex ones above all, by every function that takes a tensor."""
+    """Integer and complex tensors, for every function that takes a tensor."""
     for call in (
         lambda: round_to(tensor, E4M3),
         lambda: scaled.values(tensor, E4M3, TENSOR),
@@ -133,7 +133,7 @@ def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
-    """Elements that a scaling does not hold, and ways to overflow that a format has no code for."""
+    """Elements that a scaling does not support, and overflow rules without a code in the format."""
     with pytest.raises(UsageError, match="NVFP4's scales are for e2m1"):
         scaled.values(torch.ones(4, 64), E5M2, NVFP4)
     with pytest.raises(UsageError, match="e2m1 has no nan to overflow to"):

@@ -132,7 +132,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def option(chance: random.Random, files: dict[str, str]) -> list[str]:
-    """One option with a value that is mostly right."""
+    """One option with a mostly valid value."""
 
     def one(*values: str) -> str:
         return chance.choice(NONSENSE) if chance.random() < 0.1 else chance.choice(values)
@@ -205,7 +205,7 @@ def test_no_command_line_ends_in_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Plans are made, files are read and written as ever; only workers and measuring are left out."""
+    """Planning, reading and writing files are real; only workers and measuring are replaced."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "worker_for", Probed)
     monkeypatch.setattr(pipeline, "_measure", measure_nothing)
@@ -220,7 +220,7 @@ def test_no_command_line_ends_in_a_traceback(
     chance = random.Random(20261121)
     codes: dict[object, int] = {}
     for number in range(count):
-        if number % 50 == 0:  # every run reads those that its store has already
+        if number % 50 == 0:  # every run reads the existing ones of its store
             for store in (".fp8bench", "store"):
                 shutil.rmtree(store, ignore_errors=True)
         words = command(chance, files)
@@ -229,7 +229,7 @@ def test_no_command_line_ends_in_a_traceback(
         try:
             code: object = cli.main(words)
         except SystemExit as end:
-            code = f"exit {end.code}"  # argparse ends --help and --version itself
+            code = f"exit {end.code}"  # argparse exits here after --help and --version
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} from {words!r:.2000}") from error
         codes[code] = codes.get(code, 0) + 1
