@@ -44,7 +44,7 @@ NATIVE = Support(Level.NATIVE, "torch's own kernels")
 EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, products in fp32")
 REFUSED = Support(Level.REFUSED, "no backend")
 
-# Everything that a terminal says of a run, not its answer alone.
+# The whole terminal output of a run, not only its summary.
 render_whole = partial(render, whole=True)
 
 
@@ -53,7 +53,7 @@ def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
 
 
 def run_of(records: list[Record], **changes: object) -> Run:
-    """A run whose plan is just what its records say."""
+    """A run whose plan consists of these records' cases."""
     plan = plan_of(records)
     run = Run(
         "20260105-120000",
@@ -157,7 +157,7 @@ def phases(best: float, **shares: float) -> tuple[tuple[str, float], ...]:
 
 
 def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
-    """Operands within the range of bf16 and fp16; how many lie outside E4M3's and E2M1's depends on their columns."""
+    """Operands within the range of bf16 and fp16; the shares outside E4M3's and E2M1's depend on their columns."""
     outside = (
         ("bf16", 0.0, 0.0),
         ("fp16", 0.0, 0.0),
@@ -170,7 +170,7 @@ def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
 def gemm() -> tuple[Run, dict[str, Finding]]:
     """Three groups: fp32 as the reference, bf16 faster, fp8 emulated; nvfp4 skipped, one fp8 failed.
 
-    Each has data of its own: the first loses most to E2M1, the last most to E4M3, and it has the largest amax.
+    Each has separate data: the first loses most to E2M1, the last most to E4M3, with the largest amax.
     """
     records, findings = [], []
     for m, n, k, best in ((256, 256, 256, 412e-6), (512, 512, 512, 3.05e-3), (1, 2048, 2048, 871e-6)):
@@ -221,7 +221,7 @@ def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> tuple
         records += [Record(fp32, NATIVE, Status.OK, is_reference=True), Record(bf16, NATIVE, Status.OK)]
         interval = None if ratio is None else Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99)
         why = "the interval is too wide to tell" if verdict is Verdict.UNSURE else ""
-        floor = 0.5 if labels else 0.004  # no effect outweighs a label beside the former
+        floor = 0.5 if labels else 0.004  # with the former label no effect is large enough
         findings += [
             Finding(fp32, Verdict.REFERENCE, 1e-3, 1e-3, 0.01, floor=0.004, phases=phases(1e-3, gemm=0.97)),
             Finding(
@@ -305,7 +305,7 @@ def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
 
 
 def samples(phases: tuple[str, ...], microseconds: tuple[int, ...], rounds: int = 12, start: int = 0) -> Timing:
-    """Two calls a slot; the second, and every round after the first, a little slower, by other amounts each."""
+    """Two calls per slot; the second call, and rounds after the first, are slightly slower by varying amounts."""
     slots = tuple(
         SlotSample(
             number,
@@ -319,7 +319,7 @@ def samples(phases: tuple[str, ...], microseconds: tuple[int, ...], rounds: int 
 
 
 def measured() -> tuple[Run, dict[str, Finding]]:
-    """Two groups with raw samples, and cases of every kind: native, emulated, apart, skipped, failed."""
+    """Two groups with raw samples and cases of every kind: native, emulated, apart, skipped, failed."""
     work = Work(flops=4e6, tokens=32, bytes=1e5)
     parts = ("cast", "gemm", "cast", "unattributed")
     plain = ("gemm", "unattributed")

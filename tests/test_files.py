@@ -46,7 +46,7 @@ from tests.older import without_sums
 from tests.store.asv.test_files import read_only as read_only
 
 OLD = '{"a": 1, "version": 2}'
-# A file that grows to some 80 kB, where none may grow beyond 40 kB.
+# A file that grows to about 80 kB, with a limit of 40 kB.
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -60,7 +60,7 @@ try:
 except StoreError as error:
     print(error)
 """
-# It ends where the disk is asked to keep what was written.
+# Ends when the file is synced.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -98,8 +98,10 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old file stands until the new one is whole and synced; then the folder is synced, which holds the rename. No
-    temporary name ends in .json."""
+    """The old file remains until the new one is complete and synced; then the folder is synced for the rename.
+
+    No temporary name ends in .json.
+    """
     names: list[str] = []
     synced: list[str] = []
 
@@ -194,7 +196,7 @@ def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> 
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
-    """Half a file beside it is removed after an hour: earlier it may be another writer's."""
+    """An incomplete file next to it is removed after an hour; until then a second writer may own it."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
     (half,) = (path for path in old.parent.iterdir() if path != old)
     assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")
@@ -262,7 +264,7 @@ def test_a_file_is_locked_until_it_is_closed(old: Path) -> None:
 
 
 def test_who_only_looks_is_waited_for_and_who_writes_is_not(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that looks may be stopped while it has the lock: to whoever gives no time it would be another writer."""
+    """A stopped reader may hold the lock; with no time to wait it would look like a writer."""
     with old.open("ab") as first, old.open("rb") as looking, old.open("ab") as second:
         assert lock(first, 0)
         monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("it waits for a writer"))
@@ -349,7 +351,7 @@ def test_a_new_store_that_everybody_may_write_is_warned_of_once(umask: int, warn
 def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
     kind: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    monkeypatch.chdir(tmp_path)  # socket names must be short
     path = Path("x")
     with socket.socket(socket.AF_UNIX) as listening:
         makers: dict[str, Callable[[], object]] = {

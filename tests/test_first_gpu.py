@@ -68,7 +68,7 @@ def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
 
 
 def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
-    """Of a device that computes nothing, of --quick; and of speed in low precision before conform holds."""
+    """Figures of a device without arithmetic, or of --quick; and low-precision speeds before conform passes."""
     line = Line("a", number(2), low=1)
     assert verdicts(tmp_path, step_of("x", line), computes=False) == {
         "a": "could not be: no GPU that computes was seen"
@@ -141,7 +141,7 @@ def test_without_a_gpu_nothing_but_the_probe_is_tried(tmp_path: Path, monkeypatc
 
 
 def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
-    """After a mend its halves would not compare."""
+    """After a fix its halves would not compare."""
     files = StepFiles(FirstStep("x", "json.tool --help", 1, ()), tmp_path)
     for commit, kept in ((conditions()["commit"], True), ("0" * 8, False)):
         (files.store / "runs").mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another state of the code, say: `--resume` refuses it, and the step is measured all the same."""
+    """For example a file from other code: `--resume` refuses it, and the step is measured from the start."""
     files = StepFiles(FirstStep("one", "fp8bench suite gemm", 1, ()), tmp_path)
     (files.store / "runs" / "box").mkdir(parents=True)
     (files.store / "runs" / "box" / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch:
 
 
 def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
-    """Its run, too: what it had begun would be gone on with. A name that nobody knows is refused."""
+    """Including its run, which would otherwise be resumed. Unknown names are refused."""
     steps = (STEPS[0], step_of("x"), step_of("x-ray"))
     for step in steps:
         ended(tmp_path, step).store.mkdir(parents=True)
@@ -181,4 +181,4 @@ def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path
     }
     assert "**tried on H1" in text and "run on H1" not in text.partition("\n")[2]
     assert len({step.name for step in STEPS}) == len(STEPS)
-    assert max(step.seconds for step in STEPS) < 9 * 60  # what --minutes is
+    assert max(step.seconds for step in STEPS) < 9 * 60  # the value of --minutes

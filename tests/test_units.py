@@ -19,7 +19,7 @@ def tokens(value: float | None) -> str:
     return units.count(value, "tok/s")
 
 
-# What each function makes of numbers; None is a dash everywhere, and none at all is told apart from hardly any.
+# A function and its text for a number; None is always a dash, and zero differs from nearly zero.
 SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
     units.significant: [
         (0.0, "0"), (1.0, "1.00"), (-1.0, "-1.00"), (0.0243, "0.0243"), (0.9996, "1.00"), (9.996, "10.0"),

@@ -25,19 +25,18 @@ WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 
 @for_each("path", WORKFLOWS, ids=lambda path: path.name)
 def test_nothing_is_wrong(path: Path) -> None:
-    """By all rules."""
     assert faults(load(path), path.read_text()) == []
 
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
 def test_actionlint() -> None:
-    """The linter itself, where it is there."""
+    """The linter itself, if it is installed."""
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def test_ci_does_what_readme_says() -> None:
-    """Its test command, on machines that are lent, with nothing that may be written."""
+    """Its test command, on hosted machines, without write permission."""
     flow = load(CI)
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^pip install -c constraints\.txt -e .*pytest$", readme, re.MULTILINE)
@@ -56,7 +55,7 @@ def test_ci_does_what_readme_says() -> None:
 
 
 def test_only_a_job_without_a_script_may_publish() -> None:
-    """It takes what another job built and a third one tried, for an environment that people have to approve."""
+    """It takes what one job built and another tested, in an environment that needs approval."""
     jobs = load(PUBLISH)["jobs"]
     assert jobs["publish"]["needs"] == "try" and jobs["try"]["needs"] == "build"
     assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["environment"] == "pypi"
@@ -65,7 +64,7 @@ def test_only_a_job_without_a_script_may_publish() -> None:
 
 
 def test_a_release_knows_its_repository(tmp_path: Path) -> None:
-    """The tag has to be the version; links of README that work in a checkout work on PyPI, too."""
+    """The tag must equal the version; README's links work both in a checkout and on PyPI."""
     (tmp_path / "fp8bench").mkdir()
     for name in ("pyproject.toml", "README.md", "fp8bench/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -94,7 +93,7 @@ def test_a_release_knows_its_repository(tmp_path: Path) -> None:
 
 
 def test_nobody_elses_code_runs_at_night() -> None:
-    """No event of a fork starts it, and a fork has not the variable that names the runner."""
+    """A fork's events do not start it, and forks lack the variable that names the runner."""
     flow = load(NIGHTLY)
     job = flow["jobs"]["nightly"]
     assert set(flow["on"]) == {"schedule", "workflow_dispatch"}
@@ -134,7 +133,7 @@ def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def night(folder: Path, number: int, keep: bool = True) -> None:
-    """The steps of a night that deal with the history; measuring is a file. The checkout fetches all branches."""
+    """The steps of a night that update the history; a file replaces measuring. The checkout fetches all branches."""
     git(folder, "clean", "-ffdxq")
     git(folder, "fetch", "-q", "--prune", "origin")
     done = shell(script("the history of the nights before"), folder)
@@ -151,7 +150,7 @@ def night(folder: Path, number: int, keep: bool = True) -> None:
 
 
 def kept(folder: Path) -> subprocess.CompletedProcess[str]:
-    """What is kept of a night, by a copy that cannot push, and pushed by another job in a copy of its own."""
+    """Stores a night from a copy that cannot push; another job pushes it from a second copy."""
     origin, bundle = git(folder, "remote", "get-url", "origin").strip(), folder / "night.bundle"
     git(folder, "remote", "set-url", "--push", "origin", "nowhere")
     bundle.unlink(missing_ok=True)
@@ -165,7 +164,7 @@ def kept(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_branch_of_the_history(tmp_path: Path) -> None:
-    """Made on the first night, gone on with by others, by two machines at once, too; code and caches stay out of it."""
+    """Created on the first night, continued by others, also by two machines at once; without code and caches."""
     origin = tmp_path / "origin.git"
     git(tmp_path, "init", "-q", "--bare", str(origin))
     first = tmp_path / "first"
@@ -195,7 +194,7 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
 @pytest.mark.slow
 @for_each("planted", ["workflow", "link", "gone"])
 def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
-    """Whoever has the machine that measures could commit anything."""
+    """Otherwise the owner of the measuring machine could commit anything."""
     test_the_branch_of_the_history(tmp_path)
     folder, before = tmp_path / "first", git(tmp_path / "origin.git", "rev-parse", "fp8bench-history")
     night(folder, 5, keep=False)
@@ -223,7 +222,7 @@ def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_pa
     ],
 )
 def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Path) -> None:
-    """Its code is the step's; a young history is a warning."""
+    """Its exit code is the step's; a short history is a warning."""
     (script,) = (step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == "gate")
     program = tmp_path / "bin" / "fp8bench"
     program.parent.mkdir()
@@ -242,7 +241,7 @@ def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Pat
 
 
 def test_files_that_only_github_reads_are_well_formed() -> None:
-    """Forms have fields, dependabot and pre-commit name what exists, and the citation names this version."""
+    """Forms have fields, dependabot and pre-commit name existing things, and the citation names this version."""
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
         form = yaml.safe_load(path.read_text())
         identifiers = [field["id"] for field in form["body"]]

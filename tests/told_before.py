@@ -1,9 +1,7 @@
-"""What is told of runs made by hand, held against what was told before.
+"""Compares outputs of hand-made runs with stored documents in tests/golden/texts/made.txt.
 
-Each test has a document in tests/golden/texts/made.txt.
-
-Such a test is a generator of claims, each with what is told where it holds: elements, lines, or nothing. Where words
-were meant to change, `FP8BENCH_TOLD=write pytest -n 0 FILE` writes its document anew, and the diff is read.
+Such a test yields claims with their output: elements, lines, or nothing. After a deliberate change `FP8BENCH_TOLD=write
+pytest -n 0 FILE` rewrites its document: read the diff.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def as_text(told: Any) -> str:
 
 
 def lines(told: Any) -> Iterator[str]:
-    """Whatever is told, with its tones and hints: '0.5x <doubt> {noisy}'."""
+    """The output with its tones and hints: '0.5x <doubt> {noisy}'."""
     match told:
         case None:
             yield "(nothing)"
@@ -112,6 +110,6 @@ def shown(words: Text | Field) -> str:
 
 
 def on_terminal(made: tuple[Run, dict[str, Finding]], *words: str, width: int = 200) -> str:
-    """The paragraphs of all that a terminal says of a run in which a word stands, but for the legend."""
+    """The paragraphs of a run's terminal output that contain a word, without the legend."""
     parts = render(*made, width, whole=True).rstrip("\n").split("\n\n")
     return "\n\n".join(part for part in parts if part[:11] != "how to read" and any(word in part for word in words))

@@ -20,7 +20,7 @@ IMPORTED = re.compile(r"from fp8bench import (\([^)]*\)|[^\n]*)")
 
 
 def documented() -> set[str]:
-    """Names the pages show in code as `fp8bench.NAME` or `from fp8bench import NAME`; rooms are no public names."""
+    """Names shown in pages as `fp8bench.NAME` or `from fp8bench import NAME`; rooms are not public."""
     names: set[str] = set()
     for page in PAGES:
         for code in CODE.findall(page.read_text()):

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
-# What opens a file of a store or of a user is files.open_file, which waits for no pipe. The others read what is this
-# machine's or our own.
+# Files of stores and users are opened by files.open_file, which never blocks on a pipe. These modules read only this
+# machine's or fp8bench's files.
 OPENS = re.compile(r"""\.read_(?:bytes|text)\(|\.open\("(?:rb|ab|r\+b|a\+b)\"""")
 OTHERS = (
     "plan/corpus.py",
@@ -30,7 +30,7 @@ LATER = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
 def files() -> list[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs git and a checkout, to know which files are the repository's")
-    # safe.directory: in containers the checkout often belongs to another user.
+    # safe.directory: in containers the checkout often belongs to a different user.
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = [ROOT / name for name in done.stdout.split("\0") if name]
@@ -48,7 +48,7 @@ def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
 
 
 def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files: list[Path]) -> None:
-    """What is not done is said in ARCHITECTURE.md or an issue, with its reason; a helper lives with its user."""
+    """Unfinished work belongs in ARCHITECTURE.md or an issue, with its reason; a helper is next to its caller."""
     assert Path(__file__).resolve() in files
     assert not offenders(files, MACHINE_PATH) + offenders(files, LATER)
     assert not [path for path in files if path.stem in {"utils", "util", "helpers", "misc"}]

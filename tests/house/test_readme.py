@@ -1,5 +1,4 @@
-"""What pages and help tell people to type works: the two commands of README, every command line and option, the tested
-set."""
+"""Commands in pages and help work: README's two commands, every command line and option, the tested versions."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ SETTING = re.compile(r"\w+=")
 
 
 def code_lines(page: Path) -> list[str]:
-    """The lines of a page's shell blocks without prompts; a backslash at the end joins a line to the next.
+    """The lines of a page's shell blocks without prompts; a backslash joins a line to the next.
 
-    Where a block has prompts, the lines without one are output.
+    In a block with prompts, lines without one are output.
     """
     lines: list[str] = []
     for _, language, block in BLOCK.findall(page.read_text()):
@@ -77,7 +76,7 @@ SHOWN = [
     for line in getattr(command_module(name), "EXAMPLES", ())
     for arguments in command_lines(line)
 ]
-# Options of asv, pytest-benchmark and of `python -m suites.verdicts`, which pages name without the command.
+# Options of asv, pytest-benchmark and `python -m suites.verdicts`, which pages name without the command.
 OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained", "--benchmark-compare-fail"}
 
 
@@ -94,7 +93,7 @@ def parser() -> Parser:
 
 
 def parsed(arguments: list[str]) -> object:
-    """How parsing ends: 0 also where the parser leaves, as for --help."""
+    """Exit code of parsing; 0 also for --help, where the parser exits."""
     try:
         parser().parse_args(arguments)
     except SystemExit as end:
@@ -107,7 +106,7 @@ def test_command_lines_parse(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mxfp4.map").write_text("head=bf16\n")  # the line before writes it
+    Path("mxfp4.map").write_text("head=bf16\n")  # written by the line before
     assert parsed(arguments) == 0, capsys.readouterr().err
 
 
@@ -168,7 +167,7 @@ def test_constraints_satisfy_the_ranges() -> None:
 
 
 def test_locks_are_the_tested_set_with_hashes() -> None:
-    """`tox -e lock` makes them; whoever changes constraints.txt or a dependency has to run it."""
+    """`tox -e lock` creates them; run it after changing constraints.txt or a dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = constraints()
     for name, needed in (
@@ -186,7 +185,7 @@ def test_locks_are_the_tested_set_with_hashes() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may have behind its '#', as GitHub makes it of headings."""
+    """The fragments that links may have, as GitHub derives them from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

@@ -1,6 +1,6 @@
-"""`fp8bench.suites` is what files of other people import: each name and signature of it is written down beside this.
+"""`fp8bench.suites` is imported by users' files: each of its names and signatures is in a list.
 
-`python -m tests.house.test_suites_facade` writes the list again, for a change that CHANGELOG.md names.
+For a change that CHANGELOG.md names, `python -m tests.house.test_suites_facade` rewrites the list.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def told(member: object) -> str:
 
 
 def test_the_facade_is_what_the_list_says() -> None:
-    """A name that goes, or takes other arguments, breaks files that we never see."""
+    """Removing a name or changing its arguments breaks users' files."""
     assert surface() == LIST.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Every place where fp8bench reads what others might have written stands in docs/run-format.md."""
+"""docs/run-format.md lists every place where fp8bench reads files that others may have written."""
 
 from __future__ import annotations
 

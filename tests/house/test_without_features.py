@@ -15,7 +15,7 @@ import pytest
 
 from tests.house.sources import ROOT
 
-# Names of the package that are a feature's.
+# Names of the package that belong to a feature.
 _PUBLIC = {
     "advise",
     "audit",
@@ -31,16 +31,16 @@ _PUBLIC = {
     "train",
     "watch",
 }
-# Tests of the core that start commands of features by their words, or read what features are part of.
+# Tests of the core that run commands of features, or read files with features in them.
 _BY_WORDS = (
     "tests/cli/test_completion.py",
     "tests/cli/test_help.py",
-    "tests/faults/test_bad_recipes.py::test_modes_on_the_command_line",  # train and sensitivity refuse, too
+    "tests/faults/test_bad_recipes.py::test_modes_on_the_command_line",  # train and sensitivity refuse it too
     "tests/faults/test_hostile_stores.py::test_a_file_that_no_memory_holds_is_no_run",
     "tests/store/runs/test_listing.py::test_two_contents_of_one_id_are_both_refused",
     "tests/store/runs/test_listing.py::test_a_copy_with_a_later_name_is_not_the_last_run",
     "tests/test_python_calls.py",
-    "tests/test_asv.py",  # asv imports all of suites/, whose benchmarks are of features, too
+    "tests/test_asv.py",  # asv imports all of suites/, including benchmarks of features
     "tests/test_sample_report.py",  # advice is a section of it
     "tests/test_workflows.py",
 )
@@ -49,7 +49,7 @@ _OUTSIDE = {ROOT / "tests", ROOT / "suites"}
 
 
 def _needs_features(path: Path) -> bool:
-    # Files of suites import each other in circles.
+    # Files of suites import each other in cycles.
     reached, waiting = {path}, [path]
     while waiting:
         needs_features, helpers = _read_imports(waiting.pop())
@@ -62,7 +62,7 @@ def _needs_features(path: Path) -> bool:
 
 @cache
 def _read_imports(path: Path) -> tuple[bool, frozenset[Path]]:
-    """Returns whether a file needs features by itself, and the files of tests and suites that it imports."""
+    """Whether a file needs features itself, and the files of tests and suites that it imports."""
     if path.relative_to(ROOT).parts[1] in ("features", "golden", "house", "browser", "gpu", "docs"):
         return True, frozenset()
     helpers: set[Path] = set()
@@ -84,7 +84,7 @@ def _read_imports(path: Path) -> tuple[bool, frozenset[Path]]:
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_the_core_without_features_passes_its_tests() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # a short name: tests ask for command lines that are cut off
+    with tempfile.TemporaryDirectory() as folder:  # a short name, as tests check truncated command lines
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns("__pycache__", "build", ".fp8bench", ".*_cache")
         shutil.copytree(ROOT, copy, ignore=ignored)

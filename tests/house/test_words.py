@@ -13,12 +13,12 @@ from fp8bench.report.data import run as csv_columns
 from tests.house.sources import ROOT, tree_of
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
-# Calls whose texts a reader sees as the name of something: columns, and titles of tables, parts and sections.
+# Calls whose strings a reader sees as names: columns, and titles of tables, parts and sections.
 NAMING = {"Col", "Column", "Field", "Part", "Chart", "Panel", "Metric", "Figure", "section", "table", "list_of", "spec"}
 
 
 def words_of_the_glossary() -> dict[str, list[str]]:
-    """Each word that is used nowhere for a thing, and the glossary's words for it."""
+    """Each replaced word, and the glossary's words for it."""
     rows = re.findall(
         r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY.partition("## One word for one thing")[2], re.MULTILINE
     )
@@ -63,7 +63,7 @@ def test_a_synonym_is_found_as_a_word() -> None:
 
 
 def test_the_words_of_the_table_are_explained() -> None:
-    """A word that stands for something is in one of the glossary's other tables, too."""
+    """Each recommended word is in one of the glossary's other tables."""
     explained = set()
     for row in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY, re.MULTILINE):
         explained.update(word.strip() for word in row.split(","))
@@ -71,7 +71,7 @@ def test_the_words_of_the_table_are_explained() -> None:
     assert used <= explained
 
 
-# Turns of phrase at which fresh readers stopped. A hit is a place to look, not a fault: their number may fall only.
+# Idioms that made new readers stop. A hit is a place to look at, not a fault: the number may only fall.
 IDIOMS = (
     r"(?:^|[.:;!?] )(?:Of (?!course)|By (?!default))[a-z`]",
     r"\b[Ss]o (?:many|much|long|few|often|far)\b(?! (?:that|as\b))",
@@ -88,7 +88,7 @@ MOST_IDIOMS = 190
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs of a page of Markdown without its blocks of code, each on one line."""
+    """A Markdown page's paragraphs without code blocks, each on one line."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(paragraph.split()) for paragraph in prose.split("\n\n")]
 
