@@ -112,8 +112,8 @@ def measure() -> Table:
     return weigh_rooms(tracked_modules()) | count_options()
 
 
-def read_limits() -> dict[str, Any]:
-    return tomllib.loads(LIMITS.read_text())
+def read_limits(path: Path = LIMITS) -> dict[str, Any]:
+    return tomllib.loads(path.read_text())
 
 
 def find_raise(limits: dict[str, Any], room: str, figure: str) -> float:
@@ -121,52 +121,60 @@ def find_raise(limits: dict[str, Any], room: str, figure: str) -> float:
     return sum(entry.get(figure, 0) for entry in entries if entry["room"] == room)
 
 
-def table_of(limits: dict[str, Any]) -> Table:
+def table_of(limits: dict[str, Any], figures: tuple[str, ...]) -> Table:
     """The limits without raises."""
-    rooms = {room: dict(zip(FIGURES, figures, strict=True)) for room, *figures in limits["rooms"]}
-    return rooms | {name: {"options": count} for name, count in limits["options"].items()}
+    rooms = {room: dict(zip(figures, columns, strict=True)) for room, *columns in limits["rooms"]}
+    return rooms | {name: {"options": count} for name, count in limits.get("options", {}).items()}
 
 
-def find_excess(limits: dict[str, Any], weights: Table) -> list[str]:
+def find_excess(limits: dict[str, Any], weights: Table, figures: tuple[str, ...] = FIGURES) -> list[str]:
     """A sentence for each figure above its limit; a room without a line has limit 0."""
-    table = table_of(limits)
+    table = table_of(limits, figures)
     sentences = []
-    for room, figures in weights.items():
-        for figure, weight in figures.items():
+    for room, weighed in weights.items():
+        for figure, weight in weighed.items():
             limit = round(table.get(room, {}).get(figure, 0) + find_raise(limits, room, figure), 1)
             if weight > limit:
                 sentences.append(f"{room}: {figure} is {weight:,g}, at most {limit:,g} allowed")
     return sentences
 
 
-def lower(limits: dict[str, Any], weights: Table) -> Table:
+def lower(limits: dict[str, Any], weights: Table, figures: tuple[str, ...] = FIGURES) -> Table:
     """The table with lower figures; raises stay on top of it."""
-    table = table_of(limits)
+    table = table_of(limits, figures)
     for room in [room for room in table if room not in weights]:
         del table[room]
-    for room, figures in table.items():
-        for figure, limit in figures.items():
-            figures[figure] = min(limit, round(weights[room][figure] - find_raise(limits, room, figure), 1))
+    for room, limited in table.items():
+        for figure, limit in limited.items():
+            limited[figure] = min(limit, round(weights[room][figure] - find_raise(limits, room, figure), 1))
     return table
 
 
-def render(table: Table, raised: str = "") -> str:
-    lines = [HEADER, f"rooms = [\n    # room, {', '.join(FIGURES)}"]
-    for room, figures in table.items():
-        if "nodes" in figures:
-            columns = ", ".join(f"{figures[name]:g}" for name in FIGURES)
+def render(table: Table, entries: str = "", header: str = HEADER, figures: tuple[str, ...] = FIGURES) -> str:
+    """The file of limits: the table, options if there are any, and the entries with reasons unchanged."""
+    lines = [header, f"rooms = [\n    # room, {', '.join(figures)}"]
+    for room, limits in table.items():
+        if "options" not in limits:
+            columns = ", ".join(f"{limits[name]:g}" for name in figures)
             lines.append(f"    [{json.dumps(room) + ',':34} {columns}],")
-    lines.append("]\n\n[options]")
-    for name, figures in table.items():
-        if "options" in figures:
-            lines.append(f"{name} = {figures['options']:g}")
-    return "\n".join([*lines, ""]) + (f"\n{raised}" if raised else "")
+    lines.append("]")
+    options = [f"{name} = {limits['options']:g}" for name, limits in table.items() if "options" in limits]
+    if options:
+        lines += ["\n[options]", *options]
+    return "\n".join([*lines, ""]) + (f"\n{entries}" if entries else "")
+
+
+def lower_limits(path: Path, header: str, figures: tuple[str, ...], weights: Table) -> None:
+    """Rewrites a file of limits with the figures that fell; an empty table gets the figures of today."""
+    _, mark, entries = path.read_text().partition("\n[[")
+    limits = read_limits(path)
+    table = lower(limits, weights, figures) if limits["rooms"] else weights
+    path.write_text(render(table, mark.lstrip() + entries, header, figures))
 
 
 def main() -> None:
-    text, weights = LIMITS.read_text(), measure()
-    _, mark, raised = text.partition("\n[[raised]]")
-    LIMITS.write_text(render(lower(read_limits(), weights), mark.lstrip() + raised))
+    weights = measure()
+    lower_limits(LIMITS, HEADER, FIGURES, weights)
     excess = find_excess(read_limits(), weights)
     totals = dict.fromkeys(("fp8bench", "tests", "suites", "options"), 0.0)
     for room, figures in weights.items():

@@ -38,13 +38,12 @@ def files() -> list[Path]:
 
 
 def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
-    return [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
-        for path in files
-        if pattern.search(text := path.read_text(errors="replace"))
-        for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line)
-    ]
+    found = []
+    for path in files:
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    return found
 
 
 def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files: list[Path]) -> None:
@@ -56,6 +55,9 @@ def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files:
 
 def test_files_of_a_store_or_a_user_are_opened_in_one_way() -> None:
     package = ROOT / "fp8bench"
-    files = [path for room in ("store", "plan", "jobs", "features", "cli") for path in (package / room).rglob("*.py")]
-    opening = {str(path.relative_to(package)) for path in files if OPENS.search(path.read_text())}
+    opening = set()
+    for room in ("store", "plan", "jobs", "features", "cli"):
+        for path in (package / room).rglob("*.py"):
+            if OPENS.search(path.read_text()):
+                opening.add(str(path.relative_to(package)))
     assert opening == set(OTHERS)

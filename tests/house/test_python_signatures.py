@@ -31,7 +31,9 @@ def stub() -> str:
     homes = {name: getattr(value, "__module__", "") for name, value in values.items() if name not in made}
     lines = [f"from {home} import {name} as {name}" for name, home in homes.items()]
     lines += [*_ALSO, "from fp8bench.features.train.api import TrainingResult"]
-    calls = [call for name, value in made.items() for call in _call(name, inspect.signature(value))]
+    calls = []
+    for name, value in made.items():
+        calls.extend(_call(name, inspect.signature(value)))
     return "\n".join([f"{_HEAD}{lines_sorted(lines)}", "", "__version__: str", "", *calls, ""])
 
 

@@ -23,7 +23,10 @@ IMPORTED = re.compile(r"from (fp8bench[\w.]*) import ")
 
 
 def surface() -> str:
-    return "".join(f"{line}\n" for name in suites.__all__ for line in lines_of(name, getattr(suites, name)))
+    lines: list[str] = []
+    for name in suites.__all__:
+        lines.extend(lines_of(name, getattr(suites, name)))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def lines_of(name: str, value: object) -> Iterator[str]:
@@ -64,7 +67,7 @@ def test_the_facade_brings_no_torch() -> None:
 
 def test_the_pages_use_nothing_else() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    used = {module for page in pages for module in IMPORTED.findall(page.read_text())}
+    used = set(IMPORTED.findall("\n".join(page.read_text() for page in pages)))
     assert used <= {"fp8bench", "fp8bench.suites"}
     page = (ROOT / "docs" / "user-suites.md").read_text()
     assert [name for name in suites.__all__ if f"`{name}`" not in page] == []
