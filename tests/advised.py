@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
@@ -66,7 +67,7 @@ def group(
 
 
 def run(*groups: list[Record]) -> Run:
-    return replace(run_of([one for records in groups for one in records]), devices=(H200,))
+    return replace(run_of(list(chain.from_iterable(groups))), devices=(H200,))
 
 
 def basis(*groups: list[Record], **more: object) -> Basis:

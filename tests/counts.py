@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,7 +32,7 @@ def paired(first: Sequence[Any], second: Sequence[Any], *always: tuple[Any, Any]
     """The product of two lists: nightly, except pairs that cover each value once, and the named pairs."""
     longest = range(max(len(first), len(second)))
     pairs = {(first[place % len(first)], second[place % len(second)]) for place in longest} | {*always}
-    rows = ((one, other) for one in first for other in second)
+    rows = itertools.product(first, second)
     return [pytest.param(*row, marks=() if row in pairs else pytest.mark.nightly) for row in rows]
 
 
@@ -44,7 +45,7 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
     words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
     table = [_row(words, row) for row in rows]
     assert table, "a table without rows asserts nothing"
-    labels = [[ids(value) for value in row.values()] for row in table] if callable(ids) else ids or table
+    labels = [list(map(ids, row.values())) for row in table] if callable(ids) else ids or table
 
     def of(test: Callable[..., None]) -> Any:
         @functools.wraps(test)

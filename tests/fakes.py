@@ -352,7 +352,7 @@ def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int 
 
 def called(*slots: Sequence[int]) -> Timing:
     """Slots of several calls with one cell each, in nanoseconds."""
-    samples = [SlotSample(number, tuple((ns,) for ns in calls), 0.0, 0.0) for number, calls in enumerate(slots)]
+    samples = [SlotSample(number, tuple(zip(calls)), 0.0, 0.0) for number, calls in enumerate(slots)]
     return Timing(Segments(("gemm",), (0,)), tuple(samples))
 
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +160,7 @@ def started(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 def workers(command: int) -> list[int]:
     """The workers of a command line from `started`; `suites.kill.children` finds those of others."""
-    return [pid for forks in _forks.values() for pid in forks.ask("workers", command)]
+    return list(chain.from_iterable(forks.ask("workers", command) for forks in _forks.values()))
 
 
 def command() -> None:

@@ -306,16 +306,12 @@ def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
 
 def samples(phases: tuple[str, ...], microseconds: tuple[int, ...], rounds: int = 12, start: int = 0) -> Timing:
     """Two calls per slot; the second call, and rounds after the first, are slightly slower by varying amounts."""
-    slots = tuple(
-        SlotSample(
-            number,
-            tuple(tuple(1000 * cell + 37 * number * call + 11 * call for cell in microseconds) for call in (1, 2)),
-            1e-3,
-            1e-3,
-        )
-        for number in range(start, start + rounds)
-    )
-    return Timing(Segments(phases, tuple(range(len(phases)))), slots)
+    slots = []
+    for number in range(start, start + rounds):
+        first = tuple(1000 * cell + 37 * number + 11 for cell in microseconds)
+        second = tuple(1000 * cell + 74 * number + 22 for cell in microseconds)
+        slots.append(SlotSample(number, (first, second), 1e-3, 1e-3))
+    return Timing(Segments(phases, tuple(range(len(phases)))), tuple(slots))
 
 
 def measured() -> tuple[Run, dict[str, Finding]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -191,7 +192,7 @@ def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> 
     ends = [process.communicate(timeout=240) for process in merging]
     assert [process.returncode for process in merging] == [0] * 4, ends
     rows = json.loads(path.read_text())["results"]
-    assert sorted(rows) == sorted(f"{who}.{number}" for who in range(4) for number in range(25))
+    assert sorted(rows) == sorted(f"{who}.{number}" for who, number in itertools.product(range(4), range(25)))
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".lock", path.name}
 
 
@@ -211,10 +212,12 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
 @pytest.mark.parametrize("write", [write_whole, lambda path, content: write_whole(path, content.encode(), sync=False)])
 def test_two_writers_leave_the_file_of_one(old: Path, write: Callable[[Path, str], None]) -> None:
     contents, seen = ["a" * 100_000, "b" * 100_000], set()
-    writers = [
-        threading.Thread(target=lambda content=content: [write(old, content) for _ in range(40)])
-        for content in contents
-    ]
+
+    def write_often(content: str) -> None:
+        for _ in range(40):
+            write(old, content)
+
+    writers = [threading.Thread(target=write_often, args=(content,)) for content in contents]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):

@@ -7,6 +7,7 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -45,6 +46,7 @@ from tests.counts import for_each
 from tests.facts import A100, B200, gpu
 from tests.fakes import lasting
 from tests.measure.test_brisk import Gpu, SlowCounter, Stopwatch
+from tests.plans import cases_of
 
 L4 = gpu("NVIDIA L4", (8, 9))
 REPORT = ROOT / "reports" / "gpu_h200_202611"
@@ -176,7 +178,7 @@ def test_no_minute_is_spent_on_emulation(facts: DeviceFacts) -> None:
         missing = step.missing_units(native)
         assert bool(missing) == (facts is A100), (step.name, missing)
         if not missing:
-            cases = [case for group in planned_groups(step, facts) for case in group.cases if case.runs]
+            cases = [case for case in cases_of(planned_groups(step, facts)) if case.runs]
             assert cases and not any(case.support.is_emulated for case in cases), step.name
     assert all(NATIVE in step.words for step in SUITE_STEPS)
 
@@ -236,7 +238,8 @@ def test_compiling_and_slow_cards_cost_what_they_cost() -> None:
 
 
 def test_targets_are_those_of_the_card() -> None:
-    line = next(line for step in BRISK_STEPS for line in step.lines if line.what == "best product in fp8, TFLOP/s")
+    lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
+    line = next(line for line in lines if line.what == "best product in fp8, TFLOP/s")
     assert line.target_words(card_of("NVIDIA H200")) == "at least 1410" and line.reached(1424, card_of("NVIDIA H200"))
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200 NVL", "Test GPU"):
         assert line.target_words(card_of(name)) == "-"
@@ -273,7 +276,8 @@ def test_a_figure_is_held_against_a_published_one(
 
 def test_every_speed_has_a_published_figure_or_is_one_nobody_published() -> None:
     """The table states it next to each figure, with the step's clock and power."""
-    unpublished = {line.what for step in BRISK_STEPS for line in step.lines if line.speed and line.published is None}
+    lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
+    unpublished = {line.what for line in lines if line.speed and line.published is None}
     assert all("joules" in what or "llama-1b" in what or "gpt2-124m" in what for what in unpublished)
 
 
@@ -306,7 +310,7 @@ def test_sustained_ratios_are_read_from_energy_windows(tmp_path: Path) -> None:
     runs.mkdir(parents=True)
     copy(REPORT / "casts.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
     csv = ["precision,level,status,reason,metric,phase,params,median_in_unit"]
-    csv += [f"{mode},native,ok,,time,step,{place},1" for mode in ("bf16", "fp8") for place in places()]
+    csv += [f"{mode},native,ok,,time,step,{place},1" for mode, place in product(("bf16", "fp8"), places())]
     files.path("csv").write_text("\n".join(csv))
     measured = sustained("bf16", "fp8")(files)
     assert measured.text == "1.49 (by case 1.33, 1.63, 1.4) at 1.57 GHz, 694 W"

@@ -68,9 +68,11 @@ def quick(simulation: Simulation, tmp_path_factory: pytest.TempPathFactory) -> t
 def joules(use: EnergyUse | None) -> Mapping[str, float]:
     """The median joules of each phase with windows."""
     assert use is not None
-    return {
-        one.phase: median(window.joules / window.steps for window in one.windows) for one in use.phases if one.windows
-    }
+    by_phase = {}
+    for phase in use.phases:
+        if phase.windows:
+            by_phase[phase.phase] = median(window.joules / window.steps for window in phase.windows)
+    return by_phase
 
 
 @pytest.mark.slow

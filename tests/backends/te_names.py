@@ -52,8 +52,8 @@ def derived(wheel: Path) -> str:
         ]
         lines += [f"part {name}" for name, module in PARTS.items() if _assigns(archive.read(module), name)]
         exported = ast.unparse(ast.parse(archive.read("transformer_engine/pytorch/__init__.py")))
-        public = [name for module in list(MODULES)[:5] for name in MODULES[module]]
-        lines += [f"exported {name}" for name in public if f"import {name}" in exported]
+        for module in list(MODULES)[:5]:
+            lines += [f"exported {name}" for name in MODULES[module] if f"import {name}" in exported]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -22,6 +22,7 @@ from fp8bench.worker.trial import wrong_product
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 from tests.formats.scaling_definitions import gaussian
+from tests.plans import cases_of
 
 DEVICES = [
     CPU,
@@ -107,7 +108,7 @@ def test_a_word_has_one_backend_and_auto_is_none() -> None:
 
 def cases(request: Request, facts: DeviceFacts) -> dict[str, tuple[Case, Support]]:
     plan = make_plan(request, (facts,))
-    return {case.case.mode: (case.case, case.support) for group in plan for case in group.cases}
+    return {planned.case.mode: (planned.case, planned.support) for planned in cases_of(plan)}
 
 
 def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:

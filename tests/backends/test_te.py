@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,7 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
     state.step(SilentPhases())
     assert fake_te.Autocast.left == before + 1 and not fake_te.Autocast.open
     scales = arithmetic.layer_scales()
-    assert [(item.layer, item.role) for item in scales] == [
-        (name, role) for name in ("up", "down") for role in ("input", "weight", "gradient")
-    ]
+    assert [(item.layer, item.role) for item in scales] == [*product(("up", "down"), ("input", "weight", "gradient"))]
     assert scales[0].amax == float(state.inputs[0].detach().abs().max()) and scales[0].scale == 2.0
 
 

@@ -12,7 +12,9 @@ from fp8bench.worker.clock import PhaseClock, calibrate
 from tests.counts import for_each
 
 NAMES = devices.names()
-HERE = [(kind, facts) for kind in NAMES for facts in devices.get(kind).available()]
+HERE = []
+for name in NAMES:
+    HERE += [(name, facts) for facts in devices.get(name).available()]
 here = pytest.mark.parametrize(("kind", "facts"), HERE, ids=lambda value: getattr(value, "key", None))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -27,7 +29,9 @@ DEVICES = [
     DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
 ]
 NAMES = precisions.names()
-OPTIONS = [(name, option) for name in NAMES for option in precisions.get(name).options]
+OPTIONS = []
+for mode in NAMES:
+    OPTIONS += [(mode, option) for option in precisions.get(mode).options]
 
 
 def test_names_and_ranks_are_told_apart() -> None:
@@ -48,7 +52,7 @@ def test_a_precision_introduces_itself(name: str) -> None:
 
 @for_each(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
 def test_an_option_introduces_itself(name: str, option: Option) -> None:
-    known = [word for one in precisions.get(name).options for word in (one.name, *one.aliases)]
+    known = list(chain.from_iterable((one.name, *one.aliases) for one in precisions.get(name).options))
     assert len(set(known)) == len(known) and option.name in known
     assert option.name == option.name.lower() and not set("".join(known)) & set(" ,:={}/@'")
     assert option.description and "\n" not in option.description and not option.description.endswith(".")

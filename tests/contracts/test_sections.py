@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain, product
 
 from hypothesis import given, settings
 
@@ -17,7 +18,7 @@ from tests.materials import LONG, Made, many, material, nothing, shapes, skipped
 from tests.runs import gemm, measured, transformer, wild_runs
 
 SECTIONS = sections()
-SHAPES = [{"m": m, "n": n, "k": 64} for m in (1, 64) for n in (64, 128)]
+SHAPES = [{"m": m, "n": n, "k": 64} for m, n in product((1, 64), (64, 128))]
 RUNS: dict[str, Callable[[], list[Made]]] = {
     "gemm": lambda: [gemm()],
     "transformer": lambda: [transformer()],
@@ -60,7 +61,8 @@ def check(*made: Made) -> None:
         tables = [element for element in part.elements if isinstance(element, Table)]
         for table in (*tables, *(numbers_table(element) for element in part.elements if isinstance(element, Chart))):
             assert all(len(row) == len(table.columns) for row in table.rows)
-    mains = [element for part in page.parts for element in part.elements if isinstance(element, Table) and element.main]
+    elements = chain.from_iterable(part.elements for part in page.parts)
+    mains = [element for element in elements if isinstance(element, Table) and element.main]
     assert len(mains) <= 1
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
 from tests.counts import for_each, paired, sampled
 from tests.facts import CPU, H200
+from tests.plans import cases_of
 
 # Parameters that keep known workloads small; a workload that is not listed uses its CPU defaults.
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -77,8 +79,8 @@ UNFOLLOWED = {
     "attention": {"scores_bytes"},
     "diffusion": {
         "evaluations",
-        *(f"{kind}_step{step}_error" for kind in ("free", "free_floor", "single", "single_floor")
-          for step in range(1, 9)),
+        *(f"{kind}_step{step}_error"
+          for kind, step in product(("free", "free_floor", "single", "single_floor"), range(1, 9))),
     },
     "early_exit": {"exits_differ_percent", "mean_depth"},
     "moe": {
@@ -134,7 +136,7 @@ def test_every_axis_has_defaults_that_parse(name: str, facts: DeviceFacts) -> No
 
 def default_cases(name: str, facts: DeviceFacts) -> list[Params]:
     plan = make_plan(Request(name, ("fp32",)), (facts,), "text:00000000")
-    return [planned.case.params for group in plan for planned in group.cases]
+    return [planned.case.params for planned in cases_of(plan)]
 
 
 @WHERE
@@ -264,7 +266,9 @@ def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, 
     for one in found:
         assert one.kind and one.count > 0 and math.isfinite(one.amax)
         above = [share for _, share, _ in one.outside]
-        assert above == sorted(above) and all(0 <= share <= 1 for _, *shares in one.outside for share in shares)
+        assert above == sorted(above)
+        for _, *shares in one.outside:
+            assert min(shares) >= 0 and max(shares) <= 1
 
 
 # One mode without scales and one with block scales always run; the others, and recipes with options, run nightly.
@@ -352,9 +356,11 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     check_grid(workloads.get(name))
     grid, run = grid_of(name)
     records = measured_of(run)
-    phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
+    timings = [record.timing for record in records if record.timing]
+    phases = set(chain.from_iterable(timing.segments.phases for timing in timings)) - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
-    measurements = [one for record in records for one in record.measurements if one.metric not in PEAKS]
+    values = chain.from_iterable(record.measurements for record in records)
+    measurements = [one for one in values if one.metric not in PEAKS]
     assert all(one.unit == spec_of(one.metric).unit for one in measurements)
     errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())

@@ -116,7 +116,9 @@ def of_frame(frame: Any) -> str:
 
 def of_files(folder: Path) -> str:
     """The texts in binary files, such as TensorBoard's."""
-    rows = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
+    rows = []
+    for path in sorted(folder.rglob("*")):
+        rows += [[str(path.relative_to(folder)), *words] for words in _words(path)]
     lines = io.StringIO()
     csv.writer(lines).writerows(rows)
     return of_csv(lines.getvalue())

@@ -16,6 +16,7 @@ from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from tests.gpu.waits import none_may_wait
+from tests.plans import cases_of
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def bench() -> Iterator[Bench]:
 
 def cases(name: str, precision: str, facts: DeviceFacts) -> list[Case]:
     plan = make_plan(Request(name, (precision,), (facts.key,), axes=SMALL[name]), (facts,))
-    result = [item.case for group in plan for item in group.cases if item.runs]
+    result = [planned.case for planned in cases_of(plan) if planned.runs]
     if not result:
         pytest.skip(f"{facts.name} does not do {precision}")
     return [case for case in result if dict(case.params).get("scaling") != "off"]

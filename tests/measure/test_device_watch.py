@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 
@@ -95,7 +96,7 @@ def watched(
 ) -> dict[str, tuple[DeviceWatch, MeasuredArm]]:
     """Readings of each arm by precision, in `rounds` rounds."""
     clock = Clock()
-    arms = {name: arm(name) for names in rounds for name in names}
+    arms = {name: arm(name) for name in chain.from_iterable(rounds)}
     worker = FakeWorker({})
     for one in arms.values():
         one.prepare(worker)
@@ -139,8 +140,9 @@ def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
 def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> None:
     device = Device(*[look()] * 300)
     found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
-    rounds = [{slot.round for slot in arm.slots if slot.clock is not None} for _, arm in found.values()]
-    assert rounds[0] == rounds[1] and 0 in rounds[0]
+    (_, first), (_, second) = found.values()
+    rounds = {slot.round for slot in first.slots if slot.clock is not None}
+    assert 0 in rounds and rounds == {slot.round for slot in second.slots if slot.clock is not None}
     assert 0.03 * 2.0 < 0.002 * device.asked <= 0.05 * (2.0 + 0.002 * device.asked) + 2 * 0.002
     for slot_seconds in (0.01, 0.0):  # readings that take no time are always due, even with a coarse clock
         quick = Device(*[look()] * 200)

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from typing import Any
 
 import pytest
@@ -144,7 +144,8 @@ def test_every_round_runs_every_arm_once() -> None:
     rounds = turns(worker, 3)
     assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
     assert why == "50 rounds, a fixed number"
-    assert all([slot.round for slot in arm.slots] == list(range(50)) for arm in session.arms)
+    for timed in session.arms:
+        assert [slot.round for slot in timed.slots] == list(range(50))
     assert len(set(rounds)) == 6
 
 
@@ -304,7 +305,8 @@ def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> 
 
     session = RoundSession(arm("fp32"), None, [])
     sit({"fp32": Script(step)}, session, StoppingRule(fixed=200))
-    calls = [sum(call) for slot in session.arms[0].timing().slots for call in slot.calls_ns]
+    slots = session.arms[0].timing().slots
+    calls = list(map(sum, chain.from_iterable(slot.calls_ns for slot in slots)))
     assert sum(call == 6 * MS for call in calls) / len(calls) == pytest.approx(0.25, abs=0.05)
 
 
@@ -360,20 +362,25 @@ def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
     return [orders.next(range(arms)) for _ in range(rounds)]
 
 
+def count_places(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
+    """How often each arm has each place in a round."""
+    return Counter(chain.from_iterable(zip(row, range(len(row)), strict=True) for row in rounds))
+
+
 @for_each("arms", range(1, 9))
 @for_each("seed", range(3))
 def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
     rounds = drawn(arms, 5 * arms, seed)
     assert all(sorted(row) == list(range(arms)) for row in rounds)
     for block in range(5):
-        places = Counter((arm, place) for row in rounds[block * arms :][:arms] for place, arm in enumerate(row))
+        places = count_places(rounds[block * arms :][:arms])
         assert set(places.values()) == {1} and len(places) == arms * arms
 
 
 @for_each("arms", range(2, 9))
 def test_everybody_follows_everybody_as_often(arms: int) -> None:
     rounds = 2 * arms if arms % 2 else arms
-    after = Counter(pair for row in drawn(arms, rounds) for pair in pairwise(row))
+    after = Counter(chain.from_iterable(pairwise(row) for row in drawn(arms, rounds)))
     assert len(after) == arms * (arms - 1) and set(after.values()) == {rounds // arms}
 
 
@@ -383,9 +390,9 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
     orders: Orders[int] = Orders(random.Random(stay))
     first = [orders.next(range(7)) for _ in range(before)]
     rest = [orders.next(range(stay)) for _ in range(3 * stay)]
-    cut = Counter((arm, place) for row in first for place, arm in enumerate(row))
-    assert max(cut.values()) - min((cut[arm, place] for arm in range(7) for place in range(7)), default=0) <= 1
-    assert set(Counter((arm, place) for row in rest for place, arm in enumerate(row)).values()) == {3}
+    cut = count_places(first)
+    assert max(cut.values()) - min(cut[position] for position in product(range(7), repeat=2)) <= 1
+    assert set(count_places(rest).values()) == {3}
 
 
 def test_orders_are_drawn() -> None:

@@ -258,7 +258,10 @@ def phases_measured(
     for one in arms:
         one.prepare(worker)
     found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).phases(arms, worker)
-    return {arm.planned.case.mode: {part.phase: part for part in found[arm.key]} for arm in arms}, worker
+    by_mode = {}
+    for measured_arm in arms:
+        by_mode[measured_arm.planned.case.mode] = {part.phase: part for part in found[measured_arm.key]}
+    return by_mode, worker
 
 
 def test_each_phase_gets_the_energy_of_its_own_power() -> None:

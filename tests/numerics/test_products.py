@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ LENGTHS = (1, 31, 32, 96, 128, 129, 500)
 @for_each(
     ("accumulator", "bits", "k"),
     [
-        *((item, HOPPER_BITS, k) for item in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
+        *product((Accumulator.SHORT, Accumulator.PROMOTED), (HOPPER_BITS,), LENGTHS),
         *((Accumulator.SHORT, bits, 129) for bits in (2, 8, 23)),
     ],
 )
@@ -142,9 +143,10 @@ def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: 
     for spread in (0.5, 4.0):
         a, b = short_operands(fmt, k, spread)
         result = short_product(a, b, accumulator, bits)
-        wanted = [[by_hand(row, column, accumulator, bits) for column in b.tolist()] for row in a.tolist()]
+        pairs = product(a.tolist(), b.tolist())
+        wanted = [by_hand(row, column, accumulator, bits) for row, column in pairs]
         assert result.dtype == torch.float32
-        assert np.array_equal(result.numpy(), np.array(wanted, np.float32))
+        assert np.array_equal(result.numpy().flatten(), np.array(wanted, np.float32))
 
 
 def test_what_is_lost_is_what_was_published() -> None:
@@ -182,7 +184,7 @@ def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
     kept = Fraction(0)
     for start in range(0, len(row), INSTRUCTION):
         pairs = [pair for pair in zip(row[start:], column[start : start + INSTRUCTION], strict=False) if all(pair)]
-        exponents = [sum(math.frexp(factor)[1] - 1 for factor in pair) for pair in pairs]
+        exponents = [math.frexp(a)[1] + math.frexp(b)[1] - 2 for a, b in pairs]
         terms = [Fraction(a) * Fraction(b) for a, b in pairs]
         if kept:
             terms, exponents = [*terms, kept], [*exponents, math.frexp(float(kept))[1] - 1]
@@ -215,5 +217,5 @@ def test_sums_of_units_are_those_that_a_gpu_made() -> None:
 def test_sums_of_units_by_hand(fmt: Format) -> None:
     for k in (1, 31, 96):
         a, b = short_operands(fmt, k, 4.0)
-        wanted = [[float(units_by_hand(row, column)) for column in b.tolist()] for row in a.tolist()]
-        assert unit_sums(a, b).tolist() == wanted
+        wanted = [float(units_by_hand(row, column)) for row, column in product(a.tolist(), b.tolist())]
+        assert unit_sums(a, b).flatten().tolist() == wanted

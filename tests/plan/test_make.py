@@ -21,6 +21,7 @@ from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
+from tests.plans import cases_of
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
@@ -50,7 +51,7 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_the_reason() -> Non
     """In every precision: torch has no kernel for it, whatever devices are listed."""
     old = replace(H200, unusable="this torch has no kernels for sm_90")
     made = make_plan(Request("gemm", ("fp32", "fp8"), axes=(("shape", ("64",)),)), (CPU, old))
-    cases = [planned for group in made for planned in group.cases]
+    cases = cases_of(made)
     assert {planned.case.device for planned in cases} == {"cuda:0"}
     assert {(planned.support.level, planned.skip) for planned in cases} == {(Level.REFUSED, old.unusable)}
 
@@ -107,7 +108,7 @@ def test_the_first_gpu_is_the_default_device(
 ) -> None:
     """Requested devices keep their order, each once."""
     made = make_plan(Request("gemm", devices=asked, axes=(("shape", ("64",)),)), known)
-    assert list(dict.fromkeys(planned.case.device for group in made for planned in group.cases)) == chosen
+    assert list(dict.fromkeys(planned.case.device for planned in cases_of(made))) == chosen
     assert len(made.groups) == len(chosen)
 
 
@@ -281,7 +282,7 @@ def test_too_many_combinations_are_refused_at_once() -> None:
 def test_case_ids_are_unique_and_readable() -> None:
     """For all models, devices and precision maps."""
     request = Request("gemm", dtypes=ALL, devices=("cpu", "cuda"), axes=(("shape", ("gpt2", "llama3-8b", "64")),))
-    ids = [planned.case.id for group in make_plan(request, (CPU, H200)) for planned in group.cases]
+    ids = [planned.case.id for planned in cases_of(make_plan(request, (CPU, H200)))]
     assert len(ids) == len(set(ids)) == 2 * (4 * 3 + 4 * 3 + 1) * len(ALL)
     assert "gemm[m=64,n=64,k=64,product=forward,operands=cast]@cuda:0/mxfp8" in ids
     assert all(name.isprintable() and " " not in name for name in ids)
@@ -433,12 +434,13 @@ ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing nat
 def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: list[str]) -> None:
     """As the reference, with a message; not if the user chose otherwise, or if it would not help."""
     plan = make_plan(request_, (CPU,))
-    assert {tuple(planned.case.precision for planned in group.cases) for group in plan} == {tuple(modes)}
+    for group in plan:
+        assert [planned.case.precision for planned in group.cases] == list(modes)
     added = modes[0] == "fp32"
     assert [note.startswith(ADDED) for note in plan.notes] == [True] * added
     assert all(group.reference == 0 for group in plan) or not added
     alone = make_plan(request_, (CPU,), compares=False)
-    assert "fp32" not in [planned.case.precision for group in alone for planned in group.cases]
+    assert "fp32" not in [planned.case.precision for planned in cases_of(alone)]
     for made in (plan, alone):  # a run from before this feature continues with its stored plan
         assert make_plan(request_, (CPU,), compares=has_reference_added(made)) == made
 

@@ -16,6 +16,7 @@ from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, 
 from fp8bench.registry import workloads
 from tests.counts import for_each
 from tests.facts import CPU
+from tests.plans import cases_of
 
 UP = Layer("blocks.1.mlp.up", "mlp")
 SMALL: Params = (("size", "nano"),)
@@ -49,7 +50,8 @@ def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
     # The head is also called output; embedding (embed), residual, logits and norms have only their names and kinds.
     assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4) + 1 + 2 + 1 + 1 + 1 + 2 * 2
     assert key_of(Layer("blocks.0.norm_attn", "norm", product=False), ("blocks.0", "blocks")) is None
-    assert all(any(key_of(layer, (key,)) for layer in layers) for key in keys)
+    for key in keys:
+        assert any(key_of(layer, (key,)) for layer in layers), key
 
 
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1", "10"]), min_size=1, max_size=4).map(".".join)
@@ -130,7 +132,7 @@ def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
     """Alone they are refused, since nothing would change."""
     plan = static_plan("mlp,gemm", "fp32", "fp8")
     assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers to find scales for",)
-    assert {one.case.workload for group in plan for one in group.cases if one.case.static} == {"mlp"}
+    assert {planned.case.workload for planned in cases_of(plan) if planned.case.static} == {"mlp"}
     with pytest.raises(UsageError, match=r"Add a dtype that has \(.*fp8.*\), or leave it out"):
         static_plan("gemm", "fp8")
 

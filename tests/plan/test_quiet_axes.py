@@ -18,6 +18,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.points import cell_of
 from fp8bench.store.series import cells_of, parameters, series_of
 from tests.facts import CPU, H200
+from tests.plans import cases_of
 from tests.runs import run_of
 
 WAY = Axis("way", "there, or back again", ("there",), one_of("there", "back"), quiet=True)
@@ -77,7 +78,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Workload]], None]:
 
 def cases(*way: str, facts: DeviceFacts = CPU, **words: Any) -> list[Case]:
     request = Request("quiet", axes=(("way", way),) if way else (), **words)
-    return [planned.case for group in make_plan(request, (facts,)) for planned in group.cases]
+    return [planned.case for planned in cases_of(make_plan(request, (facts,)))]
 
 
 @pytest.mark.parametrize("facts", [CPU, H200], ids=lambda facts: facts.key)
@@ -152,7 +153,7 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
         "quiet[rows=8,cache=cold]@cpu",
         "quiet[rows=8,cache=rotating]@cpu",
     ]
-    assert all(planned.runs for group in plan for planned in group.cases)
+    assert all(planned.runs for planned in cases_of(plan))
     cold = plan.groups[1].cases[0]
     other = with_batch(cold, 16, KNOWN)
     assert other is not None and other.case.setting == "quiet[rows=16,cache=cold]@cpu"

@@ -104,7 +104,8 @@ def forward_and_backward(mark: Mark) -> None:
 
 
 def several_at_once(mark: Mark) -> None:
-    weights, gradients = ([torch.randn(5) for _ in range(3)] for _ in range(2))
+    weights = [torch.randn(5) for _ in range(3)]
+    gradients = [torch.randn(5) for _ in range(3)]
     with mark("gemm"):
         torch._foreach_mul_(weights, 0.5)
         torch._foreach_add_(weights, gradients, alpha=-0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,10 @@ def test_a_named_option_sets_its_axis_alone(
     axes = {"vision": (("model", ("resnet",)),), "decode": (("size", ("nano",)), ("context", ("64",)))}
     request = Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ()))
     arms = planned_arms(request, options_of(suite, options, CPU), (CPU,), None)
-    assert [(dict(arm.case.params).get(axis), arm.case.precision) for arm in arms.values()] == [
-        (value, precision) for precision in ("fp32", "bf16") for value in values
-    ]
-    assert len({tuple(pair for pair in arm.case.params if pair[0] != axis) for arm in arms.values()}) == 1
+    params = [dict(arm.case.params) for arm in arms.values()]
+    found = [(arm.case.precision, one.pop(axis, None)) for arm, one in zip(arms.values(), params, strict=True)]
+    assert found == [*product(("fp32", "bf16"), values)]
+    assert all(one == params[0] for one in params)
     with pytest.raises(UnknownName, match=options[0]):
         options_of("gemm", options, CPU)
 

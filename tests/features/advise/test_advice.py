@@ -74,8 +74,8 @@ def test_one_group_by_one_rule(rule: str, records: list[Record], wanted: Met) ->
 def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     """Products take 60% of 10 ms there, and 40% of 7.5 ms with 10% casts: an estimate, so no bound."""
     looked = [
-        Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0)
-        for parts in (((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))
+        Shares((Share(ShareKind.GEMM, "", False, 0.6, 1),), 1.0),
+        Shares((Share(ShareKind.GEMM, "", False, 0.4, 1), Share(ShareKind.CAST, "", False, 0.1, 1)), 1.0),
     ]
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
     records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]

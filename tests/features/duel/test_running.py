@@ -7,6 +7,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,7 +63,7 @@ def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserv
 
 
 def fakes(pair: duel_commands.Pair) -> list[Any]:
-    return [worker for side in pair for worker in side.workers]
+    return list(chain.from_iterable(side.workers for side in pair))
 
 
 def test_every_process_is_in_every_round() -> None:
@@ -74,7 +75,7 @@ def test_every_process_is_in_every_round() -> None:
         slots = worker.slots()[2:8]  # after two slots that measure how long a step is
         assert {slot[:3] for slot in slots} == {("slot", "bf16", 4)} and {slot[3] for slot in slots} <= {1, 2}
         assert worker.held == []
-    timings = [timing for session in progress.sessions for timing in (*session.before, *session.after)]
+    timings = list(chain.from_iterable((*session.before, *session.after) for session in progress.sessions))
     assert {timing.num_rounds for timing in timings} == {6} and {timing.num_calls for timing in timings} == {24}
     result = progress.result
     assert result.measured and not result.failed and result.before.is_reference and not result.after.is_reference
@@ -145,10 +146,8 @@ def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
     (session,) = progress.sessions
     assert progress.alive and "the compiler crashed" in pair[1].quantisers.why_eager
     assert not pair[0].quantisers.why_eager
-    assert [[timing.eager != "" for timing in side] for side in (session.before, session.after)] == [
-        [False, False],
-        [True, True],
-    ]
+    assert [timing.eager != "" for timing in session.before] == [False, False]
+    assert [timing.eager != "" for timing in session.after] == [True, True]
 
 
 @for_each(

@@ -36,7 +36,10 @@ Seconds = Sequence[tuple[float, ...]]
 
 
 def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
-    return Session(*(tuple(steady(round(1e9 * seconds), rounds) for seconds in side) for side in (before, after)))
+    def side(times: Sequence[float]) -> tuple[Timing, ...]:
+        return tuple(steady(round(1e9 * seconds), rounds) for seconds in times)
+
+    return Session(side(before), side(after))
 
 
 def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
@@ -69,24 +72,25 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     pools = [centred(old, new) for old, new in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
-        named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
-        rest = [
-            pool[place]
-            for pool, places in zip(pools, deal, strict=True)
-            for place in range(len(pool))
-            if place not in places
-        ]
-        apart.append(low(named) - low(rest))
-    own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
-    return sum(abs(value) >= abs(own) - 1e-9 for value in apart) / len(apart)
+        first_side: list[float] = []
+        second_side: list[float] = []
+        for pool, places in zip(pools, deal, strict=True):
+            for place, value in enumerate(pool):
+                (second_side if place in places else first_side).append(value)
+        apart.append(low(second_side) - low(first_side))
+    measured = low(list(itertools.chain.from_iterable(pool[2:] for pool in pools)))
+    measured -= low(list(itertools.chain.from_iterable(pool[:2] for pool in pools)))
+    return sum(abs(value) >= abs(measured) - 1e-9 for value in apart) / len(apart)
 
 
 def test_the_times_have_the_ratio_that_is_told() -> None:
     """A plain ratio may have the opposite sign: a session that is slow on both sides affects one side more."""
     sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
-    times = known([session(*([time / 1e3 for time in side] for side in pair)) for pair in sides])
-    raw = [sorted(time for pair in sides for time in pair[place])[:4] for place in (0, 1)]
-    before, after = map(statistics.geometric_mean, raw)
+    times = known([session(np.array(before) / 1e3, np.array(after) / 1e3) for before, after in sides])
+    before, after = (
+        statistics.geometric_mean(sorted(itertools.chain.from_iterable(processes))[:4])
+        for processes in zip(*sides, strict=True)
+    )
     assert after / before > 1.014 and times.ratio.point < 0.984
     assert times.after / times.before == pytest.approx(times.ratio.point)
     assert times.after * times.before == pytest.approx(before * after * 1e-6)
@@ -137,13 +141,14 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
     """The fastest stretches of different rounds would make it faster."""
     for seed in range(40):
         draw = np.random.default_rng(seed)
-        sides = [
-            Session(tuple(paced(draw, 0.2) for _ in range(2)), tuple(paced(draw, 0.8) for _ in range(2)))
-            for _ in range(3)
-        ]
-        times = known(sides)
+        sessions = []
+        for _ in range(3):
+            before = (paced(draw, 0.2), paced(draw, 0.2))
+            after = (paced(draw, 0.8), paced(draw, 0.8))
+            sessions.append(Session(before, after))
+        times = known(sessions)
         assert times.whole and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
-    result = CaseResult(record(sides[0].before[0]), record(sides[0].after[0]), tuple(sides))
+    result = CaseResult(record(sessions[0].before[0]), record(sessions[0].after[0]), tuple(sessions))
     assert Label.WHOLE_STEPS in next(compare_case(result)).labels
 
 
@@ -165,12 +170,10 @@ def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
     for end, sign in ((times.ratio.low, 1), (times.ratio.high, -1)):
         for step, excused in ((-1e-3, False), (1e-3, True)):
             factor = end * math.exp(sign * step)
-            scaled = [
-                Session(
-                    session.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in session.after)
-                )
-                for session in sessions
-            ]
+            scaled = []
+            for session in sessions:
+                nanoseconds = [process.slots[0].calls_ns[0][0] / factor for process in session.after]
+                scaled.append(replace(session, after=tuple(steady(round(time), 6) for time in nanoseconds)))
             assert (known(scaled).chance > 0.01) is excused
 
 

@@ -110,11 +110,13 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
     return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Second.DUEL), (), True, SILENT)
 
 
+def _estimates(runs: Sequence[Run], case: int) -> tuple[Estimate, ...]:
+    return tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in runs)
+
+
 def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()) -> Iterator[Comparison]:
     for case in range(CASES):
-        old, new, others = (
-            tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after, beside)
-        )
+        old, new, others = (_estimates(runs, case) for runs in (before, after, beside))
         yield compare_figures(
             MatchedFigures(TIME, "s", old, new, extra=others), f"made[case={case}]@cpu/bf16", "made", ()
         )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def times(ratio: float, spread: float, seed: int = 0) -> tuple[Session, ...]:
     sessions = []
     for _ in range(4):
         logs = draw.normal(0, spread, 4) + np.log(1e6) + np.array([0, 0, np.log(ratio), np.log(ratio)])
-        before, after = ([steady(round(value), 12) for value in np.exp(pair)] for pair in (logs[:2], logs[2:]))
-        sessions.append(Session(tuple(before), tuple(after)))
+        timings = tuple(steady(round(value), 12) for value in np.exp(logs))
+        sessions.append(Session(timings[:2], timings[2:]))
     return tuple(sessions)
 
 
@@ -129,7 +130,7 @@ def test_what_the_table_says() -> None:
     text = comment(review(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    cells = [re.split(r" *\| *", row.strip("| ")) for row in rows]
     assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;smallest slow-down;worse is;verdict"
     figure, _, _, change, smallest, _, word = cells[2]
     assert "bf16 time" in figure and change.startswith("+30") and "\\[+" in change
@@ -145,7 +146,7 @@ def test_many_cases_are_25_lines() -> None:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
 
-    every = enumerate(result for results, _, _ in [*CASES.values()] * 2 for result in results)
+    every = enumerate(chain.from_iterable(results for results, _, _ in [*CASES.values()] * 2))
     many = [replace(one, before=wordy(one.before, place), after=wordy(one.after, place)) for place, one in every]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,7 @@ def judged(outcome: GateOutcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "
 ALL = GateVerdict(
     "HEAD against HEAD~1",
     tuple(judged(outcome, f"{suite}[m=64]@cpu/bf16", f"because {outcome}")
-          for suite in ("gemm", "mlp") for outcome in GateOutcome),
+          for suite, outcome in product(("gemm", "mlp"), GateOutcome)),
     ("torch was 2.12 and is 2.13",),
 )  # fmt: skip
 

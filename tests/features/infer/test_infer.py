@@ -249,7 +249,7 @@ def test_kl_is_that_of_the_definition(found: Quality) -> None:
     served = (_decoder(config, weight, arm, (1, WINDOW)) for arm in ARMS[:2])
     with torch.no_grad():
         p, q = (_predict(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
-    total = sum(p[t][i] * np.log(p[t][i] / q[t][i]) for t in range(WINDOW) for i in range(128) if p[t][i] > 0)
+    total = sum(p[place] * np.log(p[place] / q[place]) for place in np.ndindex(WINDOW, 128) if p[place] > 0)
     assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
 
 

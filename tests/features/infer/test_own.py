@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -174,8 +175,7 @@ def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.Monkey
             timing=steady(int(1e6), 24),
             is_reference=arm == arms[0],
         )
-        for context in contexts
-        for arm in arms
+        for context, arm in product(contexts, arms)
     ]
 
     def answered(*runs: Run) -> ServingAnswer:

@@ -27,7 +27,7 @@ TASK = QualityTask(
 def test_figures_are_those_of_their_definitions() -> None:
     """Compared with plain sums over two texts of three tokens."""
     rows = [[0.1, -0.3, 0.0], [0.02, 0.25, -0.01]]
-    gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [value for row in rows for value in row]
+    gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
     ratios = [math.exp(value) for value in flat]
     assert gap.tokens == 6 and gap.mean == pytest.approx(sum(map(abs, flat)) / 6) and gap.largest == 0.3
     assert gap.kl == pytest.approx(sum(ratio - 1 - value for ratio, value in zip(ratios, flat, strict=True)) / 6)

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -147,8 +148,7 @@ def test_what_fp8bench_has_natively_has_all_three_products() -> None:
     assert set(FACTS) == set(CLASSES)
     pairs = [
         (mode, device)
-        for mode in scaled_modes()
-        for device in CLASSES
+        for mode, device in product(scaled_modes(), CLASSES)
         if precisions.get(mode).support(FACTS[device]).level is Level.NATIVE
     ]
     assert ("fp8", H100) in pairs

@@ -194,11 +194,11 @@ def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, 
     alike: dict[Kinds, list[HeldOut]] = {}
     for pair in pairs:
         alike.setdefault(pair.kinds, []).append(pair)
-    return {
-        kinds: max(abs(pair.error) for pair in several)
-        for kinds, several in alike.items()
-        if len({pair.machine for pair in several}) >= least
-    }
+    largest = {}
+    for kinds, several in alike.items():
+        if len({pair.machine for pair in several}) >= least:
+            largest[kinds] = max(abs(pair.error) for pair in several)
+    return largest
 
 
 def within(pairs: Sequence[HeldOut], machines: Collection[str] = ()) -> tuple[int, int]:

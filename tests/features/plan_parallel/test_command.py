@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from dataclasses import astuple
 from pathlib import Path
@@ -286,8 +287,9 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
     assert [document["asked"]["topology"]["bf16"] for document in (wide, narrow)] == [
         wide["asked"]["topology"]["bf16"]
     ] * 2
-    alike = [next(way for way in document["ways"] if way["shards"] == 8) for document in (wide, narrow)]
-    assert alike[1]["states_bytes"] / alike[0]["states_bytes"] == 6 / 16
+    in_16_bits = {way["shards"]: way["states_bytes"] for way in wide["ways"]}
+    in_8_bits = {way["shards"]: way["states_bytes"] for way in narrow["ways"]}
+    assert in_8_bits[8] / in_16_bits[8] == 6 / 16
 
 
 @for_each(
@@ -330,8 +332,9 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--batch", "16", "--checkpointing", "full")
     plain, four = (json.loads(say(*given, *more, "--json")[1])["ways"] for more in ((), ("--rlhf",)))
     cuts = ("copies", "shards", "tensor", "pipeline", "context", "virtual", "micro_batches")
-    ways = {tuple(way[cut] for cut in cuts): way for way in plain}
-    alike = [(way, ways[key]) for way in four if (key := tuple(way[cut] for cut in cuts)) in ways]
+    key_of = operator.itemgetter(*cuts)
+    ways = {key_of(way): way for way in plain}
+    alike = [(way, ways[key_of(way)]) for way in four if key_of(way) in ways]
     assert len(alike) > 1  # if less memory allows another number of micro-batches, that one is chosen
     for way, alone in alike:
         more = way["critic_bytes"] + way["frozen_bytes"]

@@ -116,7 +116,8 @@ def test_pace_by_hand() -> None:
     layout = ParallelLayout(copies=2, shards=2, tensor=2)
     found = pace_of(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
-    gathers_and_sums = sum(tokens * 64 * 2 / 2 for _ in range(4) for _ in ("attn", "mlp") for _ in range(4))
+    blocks, halves, sends = 4, 2, 4
+    gathers_and_sums = blocks * halves * sends * tokens * 64 * 2 / 2
     assert found.tensor == pytest.approx(gathers_and_sums / 1e6)  # half of each belongs to the other GPU
     assert found.shards == pytest.approx((2 + 2 + 4) * stage / 2 / 1e6)  # within a node of four
     assert found.copies == pytest.approx(2 * 4 * (stage / 2) / 2 / 1e5)  # across nodes

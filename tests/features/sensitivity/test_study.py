@@ -159,8 +159,9 @@ NAMES = [layer.name for layer in LAYERS]
 )
 def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
     """All layers except some are written as such. The head stays high unless named as low; a kind is one word."""
-    left = [name for name in NAMES if not any(f"{name}.".startswith(f"{front}.") for front in gone)]
-    assert as_words(map_of(LAYERS, left, ("fp8", "bf16"), "bf16")) == words
+    high = tuple(f"{front}." for front in gone)
+    low = [name for name in NAMES if not f"{name}.".startswith(high)]
+    assert as_words(map_of(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
 
 
 def test_another_reference_is_named_for_the_head_too() -> None:
@@ -176,7 +177,7 @@ def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
 
 PARTS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), min_size=1, max_size=3).map(".".join)
 WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()), min_size=1, max_size=8).map(
-    lambda rows: [Layer(*row) for row in {row[0]: row for row in rows}.values()]
+    lambda rows: list({row[0]: Layer(*row) for row in rows}.values())
 )
 
 
@@ -184,7 +185,8 @@ WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()
 def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataObject) -> None:
     """Kinds that equal names, nested layers, three precisions."""
     modes = st.sampled_from(["x", "y", "z"])
-    wanted, usual = ({layer.name: data.draw(modes) for layer in layers} for _ in range(2))
+    wanted = {layer.name: data.draw(modes) for layer in layers}
+    usual = {layer.name: data.draw(modes) for layer in layers}
     keys = dict(shorten_map(layers, wanted, usual))
     assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted
 
