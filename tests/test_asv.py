@@ -255,12 +255,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_check_finds_nothing_wrong(story: Story) -> None:
-    """Every reader takes the cache and all parameters."""
     assert "No problems found" in story.said["check"]
 
 
 def test_asv_measures_a_suite_once_and_keeps_the_run(story: Story) -> None:
-    """One run per suite file, of the whole grid; --quick, because asv ran with it."""
     step = story.steps["quick asv"]
     assert [(run.origin, run.request.suite) for run in step.runs] == [("asv", "adding"), ("asv", "taking")]
     for run in step.runs:
@@ -305,7 +303,6 @@ def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
-    """In one file, although the interpreter's name differs; full samples replace hasty ones."""
     before, after = story.steps["quick asv"], story.steps["whole suite"]
     assert len(story.place.files(story.commits[0])) == 1
     assert after.repeat("adding.Adding.track_time") == WHOLE != before.repeat("adding.Adding.track_time")
@@ -328,7 +325,6 @@ def test_the_doors_have_two_names_for_the_interpreter() -> None:
 
 @for_each("step", ["quick asv again", "quick suite"])
 def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
-    """In neither interface: asv would overwrite its samples."""
     before, after = story.steps["whole suite"], story.steps[step]
     for cell in (FP32, BF16):
         assert after.repeat("adding.Adding.track_time", cell) == WHOLE
@@ -357,7 +353,6 @@ def test_asv_forgets_what_it_did_not_discover_and_the_view_brings_it_back(story:
 
 
 def test_the_view_leaves_asvs_definitions_as_they_are(story: Story) -> None:
-    """asv's contain more (a cache's key, a timeout) than the view writes."""
     asvs, ours = story.steps["quick asv"].benchmarks, story.steps["whole suite"].benchmarks
     assert {name: ours[name] for name in asvs} == dict(asvs)
     assert "setup_cache_key" in ours["adding.Adding.track_time"]
@@ -373,7 +368,6 @@ def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
 
 @for_each("commit", [0, 1])
 def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
-    """A suite run wrote all of the first commit's file, asv the second's."""
     place, before = story.place, story.place.snapshot(story.commits[commit])
     store = tmp_path / "store"
     shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")

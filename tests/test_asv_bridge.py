@@ -292,7 +292,6 @@ START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c',
     ],
 )
 def test_the_asv_that_started_a_process_is_asked(command: str, quick: str, between: int, tmp_path: Path) -> None:
-    """Real processes, also with one in between, as asv's fork server is."""
     program = ASK
     for _ in range(between):
         program = START.format(program=program)
@@ -400,14 +399,12 @@ GIVEN: dict[str, tuple[Run, list[Run], list[float]]] = {
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
-    """On the same machine, Python and software; a quick run counts if there is nothing better."""
     own, others, expected = GIVEN[what]
     kind, numbers = asked(own, *others)
     assert kind == "samples" and json.loads(json.dumps(numbers)) == numbers == expected  # asv writes them as JSON
 
 
 def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
-    """asv keeps the commit's earlier samples, or gets the reason for their absence."""
     dirty = a_run("run2", record(3), dirty=True)
     kind, why = asked(dirty, saved_as=COMMIT)
     assert (kind, why) == ("failed", "the files differ from commit 01234567, so that these are not its numbers")
@@ -420,7 +417,6 @@ def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -
 def test_what_is_checked_out_is_not_saved_under_another_commit(
     asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The named commit keeps its figures."""
     other = "f" * 40
     known = {"HEAD": COMMIT, "HEAD~1": other}
     monkeypatch.setattr(asv_measuring, "find_commit", lambda word, folder: known.get(word))

@@ -39,7 +39,6 @@ ASKED = ("--set", "cache=hot,cold,rotating", "--rounds", "3", "--dtypes", "fp32"
 
 @pytest.mark.slow
 def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any machine: a known cache size is measured, otherwise the row has a remark."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "summing.py").write_text(SUITE)
     with forgotten(tmp_path):

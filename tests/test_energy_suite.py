@@ -65,10 +65,6 @@ def energies(run: Run) -> list[EnergyUse]:
 
 @pytest.mark.slow
 def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
-    """At constant power every window's energy is power times length; the device's state is recorded.
-
-    Sustained windows are next to the slots, in record and table, with the device's clock and power.
-    """
     quick_counter(simulation).reasons = 0x4
     run, text = ran(simulation, tmp_path, *GEMM, "--quick", "--sustained", "1", warming_up=True)
     assert len(energies(run)) == 2
@@ -108,7 +104,6 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
 
 @pytest.mark.slow
 def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: Path) -> None:
-    """The run continues, with exit code 0 and without a number."""
     simulation.reset()
     for function, code in (("nvmlDeviceGetTotalEnergyConsumption", 15), ("nvmlDeviceGetFieldValues", 15)):
         simulation.fail(function, code, first=40)
@@ -122,7 +117,6 @@ def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: 
 
 @pytest.mark.slow
 def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path) -> None:
-    """The run waits a few seconds once and never calls it again; the process ends although a call hangs."""
     quick_counter(simulation)
     simulation.fail("nvmlDeviceGetTotalEnergyConsumption", first=60, delay=1e6)
     run, _ = ran(simulation, tmp_path, *GEMM, "--quick")
@@ -135,7 +129,6 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
-    """Separate windows measure the counter's power; the table of arms has joules per step."""
     quick_counter(simulation)
     write_tokens(tmp_path / "text")
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}

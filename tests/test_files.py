@@ -99,10 +99,6 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old file remains until the new one is complete and synced; then the folder is synced for the rename.
-
-    No temporary name ends in .json.
-    """
     names: list[str] = []
     synced: list[str] = []
 
@@ -197,7 +193,6 @@ def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> 
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
-    """An incomplete file next to it is removed after an hour; until then a second writer may own it."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
     (half,) = (path for path in old.parent.iterdir() if path != old)
     assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")

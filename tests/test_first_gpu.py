@@ -69,7 +69,6 @@ def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
 
 
 def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
-    """Figures of a device without arithmetic, or of --quick; and low-precision speeds before conform passes."""
     line = Line("a", number(2), low=1)
     assert verdicts(tmp_path, step_of("x", line), computes=False) == {
         "a": "could not be: no GPU that computes was seen"
@@ -152,7 +151,6 @@ def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example a file from other code: `--resume` refuses it, and the step is measured from the start."""
     files = StepFiles(FirstStep("one", "fp8bench suite gemm", 1, ()), tmp_path)
     (files.store / "runs" / "box").mkdir(parents=True)
     (files.store / "runs" / "box" / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
@@ -163,7 +161,6 @@ def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch:
 
 
 def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
-    """Including its run, which would otherwise be resumed. Unknown names are refused."""
     steps = (STEPS[0], step_of("x"), step_of("x-ray"))
     for step in steps:
         ended(tmp_path, step).store.mkdir(parents=True)

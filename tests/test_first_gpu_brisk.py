@@ -112,7 +112,6 @@ def programme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programme:
 def test_what_is_open_comes_first_and_all_of_it_ends_in_time(
     programme: Programme, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step starts only if its computed seconds remain; skipped ones are named with their seconds."""
     go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     names = [name for name, _ in programme.begun]
     assert names[:5] == ["probe", "conform", "casts", "forward", "model"] and programme.now <= 520
@@ -172,7 +171,6 @@ SUITE_STEPS = [step for step in SUITE_STEPS if "suite ceilings" not in step.word
 
 @for_each("facts", [A100, L4, NAMED_H200, B200])
 def test_no_minute_is_spent_on_emulation(facts: DeviceFacts) -> None:
-    """Precisions without native support are left out of steps; steps with no others are left out with a reason."""
     native = {name: level for name, (level, _) in probe_of(facts)["precisions"].items()}
     for step in SUITE_STEPS:
         missing = step.missing_units(native)
@@ -195,7 +193,6 @@ def test_a_step_that_a_gpu_has_no_units_for_is_a_row_and_takes_no_time(programme
 
 @for_each("name", ["casts", "forward", "model", "serving", "crossing", "best-products", "gpt2-124m", "attention"])
 def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same groups with fake workers and sensors that take the modelled times."""
     step = step_named(name).step
     groups, clock = planned_groups(step, NAMED_H200), clock_of(NAMED_H200)
     request = request_of_words([word.removeprefix(NATIVE) for word in step.words.split()][1:])
@@ -275,7 +272,6 @@ def test_a_figure_is_held_against_a_published_one(
 
 
 def test_every_speed_has_a_published_figure_or_is_one_nobody_published() -> None:
-    """The table states it next to each figure, with the step's clock and power."""
     lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
     unpublished = {line.what for line in lines if line.speed and line.published is None}
     assert all("joules" in what or "llama-1b" in what or "gpt2-124m" in what for what in unpublished)
@@ -304,7 +300,6 @@ def test_what_changes_the_meaning_of_figures_is_said(device: dict[str, Any], wor
 
 
 def test_sustained_ratios_are_read_from_energy_windows(tmp_path: Path) -> None:
-    """From an H200's run: 1.49 and 1.62, with the clock and the power of the faster side."""
     files = StepFiles(step_named("forward").step, tmp_path)
     runs = files.store / "runs" / "box"
     runs.mkdir(parents=True)

@@ -33,7 +33,6 @@ def about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked off on Linux alone")
 def test_it_is_as_one_that_was_started(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Path, flags, environment, folder and session, the device's facts and the software."""
     assert process.subprocess is not subprocess
     forked = about(tmp_path, monkeypatch)
     monkeypatch.setattr(process, "subprocess", subprocess)

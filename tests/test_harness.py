@@ -22,7 +22,6 @@ QUICK = {
 
 
 def test_every_benchmark_is_listed() -> None:
-    """asv finds the same benchmarks that this file runs and `python -m suites.harness` prints."""
     assert [value for name, value in vars(harness).items() if name.startswith("track_")] == BENCHMARKS
 
 

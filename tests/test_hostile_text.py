@@ -65,7 +65,6 @@ def obeyed(text: str, *allowed: str) -> set[str]:
 
 @pytest.mark.slow
 def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> None:
-    """Its summary, axis, error, reason and metric: on stdout, on stderr and in every file."""
     Path("hostile.py").write_text(SUITE.format(nasty=NASTY))
     words = "suite ./hostile.py --dtypes fp32,bf16,fp16 --rounds 2 --no-energy --no-isolation"
     files = "--explain --md p.md --html p.html --csv rows.csv"

@@ -38,7 +38,6 @@ def kept(store: Path) -> Run:
 
 @pytest.mark.slow
 def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two groups that differ only in batch are searched once; a zero is possible but not expected here."""
     assert main([*WORDS, "--set", "tokens=32,64", "--max-batch", "2MiB"]) == 0
     shown = capsys.readouterr().out
     assert "largest batch (tokens) that fits into 2.00 MiB" in shown and re.search(r"bf16 +\d+  1\.\d+x", shown)
@@ -52,7 +51,6 @@ def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFi
 
 
 def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Timing and errors remain."""
     assert main([*WORDS, "--set", "tokens=32", "--max-batch", "4KiB", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)["records"]
     assert [one["capacity"]["batch"] for one in records] == [0, 0]
@@ -61,7 +59,6 @@ def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_searching(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run stores the request."""
     search = CapacityPass.search
 
     def interrupted(self: CapacityPass, outcomes: object) -> None:

@@ -77,10 +77,6 @@ def joules(use: EnergyUse | None) -> Mapping[str, float]:
 
 @pytest.mark.slow
 def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_path: Path) -> None:
-    """Within 3%, or 10% for a phase of 1% of the step, under any load.
-
-    Or void, if load makes separate phases take other times than in a step.
-    """
     cases, text = measured(simulation, tmp_path, "burn")
     record, found = cases["burn"]
     told = joules(record.energy)
@@ -107,7 +103,6 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
 
 @pytest.mark.nightly
 def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str, Measured], str]) -> None:
-    """Its product is shorter outside of steps, or half of it is not an operator: 4 or 3 of 9 J are missing."""
     cases, text = quick
     for how in ("pretend", "hidden"):
         found = cases[how].phases
@@ -117,7 +112,6 @@ def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str,
 
 @pytest.mark.nightly
 def test_what_cannot_be_done_by_itself_stays_an_estimate(quick: tuple[dict[str, Measured], str]) -> None:
-    """Its product also multiplies a sparse matrix."""
     cases, text = quick
     record, found = cases["sparse"]
     (product,) = (one for one in found.phases if one.phase == "gemm")

@@ -81,7 +81,6 @@ def test_a_call_is_the_command_line(
 
 
 def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function outside any file, or inside another function, is refused before anything starts."""
     assert asked("audit", monkeypatch, inspect.signature, kind="linear", precision="fp8")["target"].endswith(
         "inspect.py:signature"
     )
@@ -120,10 +119,6 @@ def test_help_explains_every_argument_in_a_line(name: str) -> None:
 
 
 def test_arguments_are_explained_by_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same words, so that only one text exists; negative options are marked.
-
-    A call without options has no list.
-    """
     actions = commands_of(build_parser(["suite"]))["suite"]._actions
     words = {keyword_of(action): (action.help or "").replace("%%", "%") for action in actions}
     told = arguments_of(fp8bench.suite)
@@ -181,7 +176,6 @@ def test_an_unknown_name_of_the_package_has_the_nearest_one() -> None:
 def test_a_result_says_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command_line: Say
 ) -> None:
-    """Two runs of one store, compared and judged by both interfaces."""
     runs = [
         fp8bench.suite("gemm", dtypes=["fp32", "bf16"], set={"shape": 16}, quick=True, isolation=False, store=tmp_path)
         for _ in range(2)

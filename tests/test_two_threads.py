@@ -44,7 +44,6 @@ def small(store: Path, isolation: bool, observer: SilentObserver | None = None, 
 
 
 def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A second run is refused with advice; afterwards it may start."""
     stdout, observer = sys.stdout, Pausing()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small, tmp_path, False, observer)
@@ -63,7 +62,6 @@ def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd
 def test_runs_with_processes_of_their_own_go_on_beside_each_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each imports a file that prints, at the same time; its text goes to stderr, and nothing else does."""
     stdout, files = sys.stdout, [tmp_path / f"{name}.py" for name in ("one", "two")]
     together = threading.Barrier(2)
 
@@ -83,7 +81,6 @@ def test_runs_with_processes_of_their_own_go_on_beside_each_other(
 
 
 def test_all_names_are_there_for_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even while another thread is still importing them."""
     package = tmp_path / "slow_leaves"
     package.mkdir()
     (package / "__init__.py").write_text(

@@ -87,7 +87,6 @@ def test_seconds_round_up_across_units_at_any_precision(value: float, digits: in
 
 @given(st.floats(1e-9, 0.9994))
 def test_no_time_below_a_second_shows_a_thousand(value: float) -> None:
-    """0.9996 ms is '1.00 ms', never '1000 us'."""
     number = float(units.seconds(value).split()[0])
     assert 1 <= number < 1000
 

@@ -67,7 +67,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ids=["as a suite", "imported"],
 )
 def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_path: Path) -> None:
-    """Unchanged, in a worker process with warnings as errors: a table with its name, phases and errors."""
     (tmp_path / "my_suite.py").write_text(example())
     done = subprocess.run(
         [
@@ -111,7 +110,6 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
 
 
 def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The grid is tracked unchanged, and asv finds its file with the history page's configuration."""
     (folder / "my_suite.py").write_text(with_history())
     assert main(["list", "./my_suite.py"]) == 0
     assert "the history keeps experts=64 in fp32, bf16 (--grid measures just these)" in capsys.readouterr().out
@@ -129,7 +127,6 @@ def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
-    """With the page's commands and a worker process: all its series, and asv's list of them."""
     folder = Path.cwd()
     Path("my_suite.py").write_text(with_history())
     git(folder, "init", "-q")
@@ -152,7 +149,6 @@ def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
 
 
 def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Found by file, and by name next to an import."""
     (folder / "my_suite.py").write_text(example())
     assert main(["list", "./my_suite.py"]) == 0
     by_file = capsys.readouterr().out
@@ -168,7 +164,6 @@ SUITE = adding_up("counting", 1000)
 
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
 def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """stdout contains only JSON."""
     (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
     assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json", "--no-report"]) == 0
     shown = capsys.readouterr()
@@ -203,7 +198,6 @@ WRONG = {
 def test_a_file_that_is_wrong_is_one_line_and_code_2(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the file's error and line; nothing starts."""
     content, sentence = WRONG[name]
     (folder / name).write_text(content)
     assert main(["suite", f"./{name}"]) == 2
@@ -232,7 +226,6 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
 def test_a_path_that_leads_nowhere(
     words: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same, without a faulty file."""
     (folder / "folder.py").mkdir()
     assert main(["suite", *words]) == 2
     shown = capsys.readouterr()
@@ -240,7 +233,6 @@ def test_a_path_that_leads_nowhere(
 
 
 def test_two_files_of_one_name_and_class_are_two(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second does not hide the first."""
     for name in ("one", "two"):
         (folder / name).mkdir()
         (folder / name / "mine.py").write_text(SUITE)

@@ -30,13 +30,11 @@ def test_nothing_is_wrong(path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
 def test_actionlint() -> None:
-    """The linter itself, if it is installed."""
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def test_ci_does_what_readme_says() -> None:
-    """Its test command, on hosted machines, without write permission."""
     flow = load(CI)
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^pip install -c constraints\.txt -e .*pytest$", readme, re.MULTILINE)
@@ -55,7 +53,6 @@ def test_ci_does_what_readme_says() -> None:
 
 
 def test_only_a_job_without_a_script_may_publish() -> None:
-    """It takes what one job built and another tested, in an environment that needs approval."""
     jobs = load(PUBLISH)["jobs"]
     assert jobs["publish"]["needs"] == "try" and jobs["try"]["needs"] == "build"
     assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["environment"] == "pypi"
@@ -64,7 +61,6 @@ def test_only_a_job_without_a_script_may_publish() -> None:
 
 
 def test_a_release_knows_its_repository(tmp_path: Path) -> None:
-    """The tag must equal the version; README's links work both in a checkout and on PyPI."""
     (tmp_path / "fp8bench").mkdir()
     for name in ("pyproject.toml", "README.md", "fp8bench/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -93,7 +89,6 @@ def test_a_release_knows_its_repository(tmp_path: Path) -> None:
 
 
 def test_nobody_elses_code_runs_at_night() -> None:
-    """A fork's events do not start it, and forks lack the variable that names the runner."""
     flow = load(NIGHTLY)
     job = flow["jobs"]["nightly"]
     assert set(flow["on"]) == {"schedule", "workflow_dispatch"}
@@ -164,7 +159,6 @@ def kept(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_branch_of_the_history(tmp_path: Path) -> None:
-    """Created on the first night, continued by others, also by two machines at once; without code and caches."""
     origin = tmp_path / "origin.git"
     git(tmp_path, "init", "-q", "--bare", str(origin))
     first = tmp_path / "first"
@@ -222,7 +216,6 @@ def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_pa
     ],
 )
 def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Path) -> None:
-    """Its exit code is the step's; a short history is a warning."""
     (script,) = (step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == "gate")
     program = tmp_path / "bin" / "fp8bench"
     program.parent.mkdir()
@@ -241,7 +234,6 @@ def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Pat
 
 
 def test_files_that_only_github_reads_are_well_formed() -> None:
-    """Forms have fields, dependabot and pre-commit name existing things, and the citation names this version."""
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
         form = yaml.safe_load(path.read_text())
         identifiers = [field["id"] for field in form["body"]]

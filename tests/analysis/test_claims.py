@@ -65,7 +65,6 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
     ],
 )
 def test_above_ceiling(one: Record, reason: str | None) -> None:
-    """Limits by FLOPs and by bytes, with a margin; no label without a ceiling or declared work. Emulated cases too."""
     expected = {Label.ABOVE_CEILING: reason} if reason else {}
     assert claims(one) == expected
     assert claims(replace(one, support=replace(one.support, level=Level.EMULATED))) == expected
@@ -187,7 +186,6 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
     ],
 )
 def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: dict[str, Any], told: bool) -> None:
-    """Too small for products in those formats: a doubt. A share of zero is not an error."""
     given = tuple(Measurement(metric, "", (value,)) for metric, value in errors.items())
     one = record(CALM, mode, **{"products": LOW, "measurements": given, **more})
     assert [(label.label, label.hard) for label in claims_of(one, None)] == [(Label.FALLBACK, False)] * told
@@ -511,7 +509,6 @@ def test_other_inputs(given: GivenTensors, why: str, hard: bool, level: Level) -
 
 
 def test_gradients_have_their_loss_scale_in_fp16_alone() -> None:
-    """With both losses scaled there is no label; another ratio means other inputs."""
     scaled = replace(NUMBERS, total=NUMBERS.total * 1024, squares=NUMBERS.squares * 1024.0**2)
     for times, mode, hard in ((scaled, "fp16", False), (scaled, "bf16", True), (NUMBERS, "fp16", False)):
         case = replace(record(steady(MS, 24), mode), products=Products(1, True, given=(times,)))

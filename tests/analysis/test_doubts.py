@@ -237,7 +237,6 @@ def measured(seed: int, arms: int, rounds: int, noise: str = "gaussian", leave: 
 
 @counts(60, 2000)
 def test_noise_is_no_place(count: int) -> None:
-    """Whatever the noise, at most 1 in 100 honest groups gets the label, within chance."""
     wrong = 0
     for seed in range(count):
         arms, rounds = (2, 3, 4, 6, 8)[seed % 5], (16, 24, 100)[seed // 5 % 3]

@@ -65,7 +65,6 @@ def test_a_step_takes_the_middle_of_its_windows() -> None:
 
 
 def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
-    """At 2 J and 10 ms per step, 82 W idle power is 0.82 J; the interval uses both idle readings."""
     found = energy_figures(record(use((2.0, 2.1, 2.2))))
     assert found is not None and found.net is not None and found.idle == IDLE + 1
     assert found.net.middle == pytest.approx(2.1 - 0.82)
@@ -176,7 +175,6 @@ def test_steps_of_windows_that_take_another_time_than_in_slots(
 
 
 def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
-    """Both sides have three windows from one distribution, and the counter resolves better than their spread."""
     random = np.random.default_rng(7)
     found = []
     for _ in range(3000):
@@ -352,7 +350,6 @@ def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: flo
 
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
 def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
-    """As on a shared machine: phase and step times vary by 30% between windows."""
     asked = [
         PhaseEnergy(
             name,

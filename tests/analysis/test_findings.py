@@ -55,7 +55,6 @@ def enqueued(timing: Timing, host: float) -> Timing:
 
 
 def test_a_time_that_the_host_set_gets_no_verdict() -> None:
-    """Cases compared with it get none either; a large effect stands if the host set only part of the time."""
     lead, other = (
         record(one, precision=name, device="cuda:0", is_reference=name == "fp32", control=one)
         for one, name in ((TEN, "fp32"), (FIVE, "bf16"))
@@ -157,7 +156,6 @@ def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
 
 
 def test_early_stopping_looks_at_samples_alone() -> None:
-    """A starved or unreliable case still stops early, so no rounds are wasted on it."""
     assert is_decided(starved(FIVE), starved(TEN), starved(TEN))
     assert is_decided(FIVE, TEN, steady(10_300_000, 24))
 
@@ -220,7 +218,6 @@ def wild_records(draw: st.DrawFn) -> Record:
 @settings(max_examples=25)
 @given(wild_records(), st.booleans())
 def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
-    """The samples are identical, so a verdict is either theirs or removed by a label that may do so."""
     calm = record(steady(10 * MS, 16), "fp32", is_reference=True, control=steady(10 * MS, 16), device=one.case.device)
     wild = replace(calm, watch=one.watch, timing=one.timing, energy=one.energy) if reference else calm
     findings = find([wild, one], {})

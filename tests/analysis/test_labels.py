@@ -149,7 +149,6 @@ def test_launch_bound(host: float, device: str, reason: str | None, hard: bool) 
     ],
 )
 def test_aa_failed(low: float, high: float, rounds: int, on: bool) -> None:
-    """2% or more from 1 on one side; an interval from fewer than ten rounds is ignored."""
     found = labelled(record(steady(10 * MS, rounds)), aa=Interval(1.03, low, high, 0.99))
     expected = [Labelled(Label.AA_FAILED, f"A/A 1.030x [{low:.3f}, {high:.3f}]", True)] if on else []
     assert [one for one in found if one.label is Label.AA_FAILED] == expected
@@ -192,7 +191,6 @@ def test_what_the_device_its_energy_and_its_memory_say() -> None:
     ],
 )
 def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool) -> None:
-    """Two clusters more than 5% apart, each with at least a fifth of the rounds; a few outliers are not a cluster."""
     slots = [(slow,) if number < slow_rounds else (fast,) for number in range(24)]
     slots = slots[::2] + slots[1::2]
     assert (Label.BIMODAL in labels(record(timing(*slots), level=level), timing(*slots))) == on
@@ -215,7 +213,6 @@ def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool)
     ],
 )
 def test_drift(case: Timing, reference: Timing | None, options: dict[str, object], on: bool) -> None:
-    """The ratio moves by more than 2% from the first third to the last; a common drift of both does not count."""
     assert (Label.DRIFT in labels(record(case, **options), reference)) == on  # type: ignore[arg-type]
 
 
@@ -304,7 +301,6 @@ def test_of_several_threads_the_one_that_runs_the_steps_is_asked(
 
 
 def test_stolen_time_comes_in_lumps_longer_than_a_slot() -> None:
-    """Stolen: 10 ms in one of eight slots, each of which was 2 ms late."""
     assert is_contended(clocked((1.8, 0.8, 0, 0.01), *[(1.8, 0.8, 0, 0.0)] * 7))
     assert not is_contended(clocked((1.8, 0.4, 0, 0.01), *[(1.8, 0.4, 0, 0.0)] * 7))
 
@@ -334,10 +330,6 @@ def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
     ],
 )
 def test_a_large_effect_is_not_perhaps(label: Label, point: float, floor: float | None, large: bool) -> None:
-    """An effect of at least three times the noise floor is certain.
-
-    A case that computes something else stays in doubt.
-    """
     ratio = Interval(point, 0.97 * point, 1.03 * point, 0.99)
     finding = replace(FINDING, verdict=Verdict.SLOWER, ratio=ratio, floor=floor, labels=(label,))
     assert finding.doubtful == (not large or label in OF_ANOTHER_KIND)

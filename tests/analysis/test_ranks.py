@@ -79,7 +79,6 @@ def test_memory_of_ranks_may_differ() -> None:
 
 
 def test_rates_are_those_of_nccl_tests() -> None:
-    """Bytes sent divided by the slowest rank's median, times the factor; logical bytes are a separate figure."""
     record = Record(
         case("collective", "bf16", {}),
         NATIVE,
@@ -95,7 +94,6 @@ def test_rates_are_those_of_nccl_tests() -> None:
 
 
 def test_a_bubble_is_what_nobody_computes_in() -> None:
-    """Two stages of 8 microbatches wait or send for 4 of 20 ms; without microbatches there is no bubble."""
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
     assert bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
@@ -105,7 +103,6 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
 
 
 def test_an_interval_lies_between_rounds() -> None:
-    """Coin-flip probabilities: 5 of 5 equal is 1 in 16; at least 7 of 8 equal is 18 in 256."""
     assert middle([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
     assert middle([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
     assert middle([1.0] * 4) is FEW and middle([]) is FEW and middle([1.0] * 5 + [math.nan]) is FEW
@@ -157,7 +154,6 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
 
 @for_each(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
 def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, float]) -> None:
-    """Over 90% of intervals on a quiet machine that drifts by 20% do; a busy machine gets almost no interval."""
     source, found = random.Random(3), []
     for _ in range(TRIALS):
         drifts = [math.exp(0.2 * source.gauss(0, 1)) for _ in range(6)]

@@ -34,7 +34,6 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 
 
 def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
-    """54 ms of products with a minimum of 38.34; 25 ms for 20 GB at 1 TB/s; 21 ms for 20,000 launches."""
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
     assert {phase: one.bound for phase, one in roofs.items()} == {
         "gemm": Bound.COMPUTE,
@@ -78,7 +77,6 @@ def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -
 
 
 def test_amdahl_by_hand() -> None:
-    """54 of 100 ms are products, 19.17 at fp8's ceiling: at most 1.53x. Kernels alone give 2x, with casts 54 / 35."""
     (lead, reference), (case, finding), (emulated, third) = results()
     gain = gain_of(case, finding, lead, reference)
     assert gain is not None
@@ -163,7 +161,6 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
 def test_plain_products_of_a_processor_have_a_margin_of_their_own(
     times: float, path: str, operator: str, above: bool
 ) -> None:
-    """In fp32, with a known ceiling; steps that may run fewer products than counted keep the wide margin."""
     rates = (*CEILING.rates, *(replace(rate, precision="fp32") for rate in CEILING.rates if rate.precision == "bf16"))
     one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
     assert [label.label for label in claims_of(one, None)] == [Label.ABOVE_CEILING] * above

@@ -64,7 +64,6 @@ def test_resampled_sums_are_the_naive_bootstrap_s(rounds: int, segments: int) ->
 
 
 def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
-    """The fast path looks at the 29 fastest of 40 rounds; here a resample draws none, or too few, of them."""
     rng = np.random.default_rng(3)
     samples = noisy(rng, 1.0, 40, 2)
     ranking = np.argsort(samples[:, 0])
@@ -124,7 +123,6 @@ def test_judging_the_same_samples_twice_gives_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize(("segments", "sided"), sampled([1], [(20, 1), (1, 1), (1, 2)]))
 def test_the_interval_rarely_misses_the_truth(segments: int, sided: int) -> None:
-    """100 simulated groups of 32 rounds at 99%, with one-sided and two-sided noise."""
     rng = np.random.default_rng(5)
     covered = 0
     for _ in range(100):

@@ -55,7 +55,6 @@ def planted(part: int, whole: int, mean: float, fastest: float, seed: int) -> np
 
 @counts(40, 1000)
 def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count: int) -> None:
-    """Even if its fastest calls are 2% faster than the reference's, as in the case that showed this."""
     for trial in range(count):
         draw = np.random.default_rng(trial)
         part, whole = SHARES[trial % len(SHARES)]
@@ -70,7 +69,6 @@ def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count
 
 @for_each("slower", [1.025, 1.05])
 def test_a_slow_down_of_every_call_is_found_as_ever(slower: float) -> None:
-    """On a machine that takes the core away in half of the slots; slots that waited are not in the mean."""
     draw = np.random.default_rng(3)
     found = []
     for _ in range(20):
@@ -97,7 +95,6 @@ def test_what_waited_is_in_no_mean_and_too_few_calls_are_not_the_same() -> None:
 
 
 def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
-    """Three of four calls took three times as long, and the fastest were 2.4 times as fast."""
     case = called(*[[417_000, 1_250_000, 1_251_000, 1_252_000] * 2] * 16)
     reference = called(*[[1_000_000] * 8] * 16)
     records = (record(reference, "fp32", is_reference=True, control=reference), record(case, "bf16"))
@@ -187,7 +184,6 @@ def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_n
 
 
 def test_a_noise_floor_that_making_up_alone_has_widened_does_not_hide_it() -> None:
-    """The control's stretches vary more than the reference's: identical code differs by more than any of them."""
     draw = np.random.default_rng(0)
     reference, control, case = (stretched(pacing, draw, wide) for wide in (0.2, 3.0, 0.2))
     rounds = list(range(ROUNDS))
@@ -220,7 +216,6 @@ def test_a_reference_that_makes_up_is_named_at_the_case() -> None:
 
 
 def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
-    """With a little noise in every stretch, the sum of the fastest stretches equals the fastest steps."""
     draw = np.random.default_rng(1)
     arms = [
         timing(

@@ -110,7 +110,6 @@ def test_one_odd_round_takes_a_verdict_away() -> None:
 
 
 def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
-    """By 1.5% either way; the reference is the geometric mean of both."""
     control = steady(10_150_000, ROUNDS)
     middle = 10e6 * math.sqrt(1.015)
     for ratio, verdict in (
@@ -154,7 +153,6 @@ def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
 
 
 def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
-    """A case that stopped after 16 rounds is not affected by the control's later rounds."""
     control = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
     reference = record(steady(10 * MS, 2 * ROUNDS), "fp32", is_reference=True, control=control)
     findings = found(reference, record(TEN, "bf16"))
@@ -330,7 +328,6 @@ def test_phases_below_the_floor_are_named(overheads: Overheads | None, below: tu
 
 
 def test_an_early_decision_needs_more_than_a_final_one() -> None:
-    """An uncertainty of 1.5% is "same" at the end, but reason to continue earlier."""
     case = once(9_850_000, 10_000_000)
     conclusion = conclude(case, TEN, TEN)
     assert conclusion is not None and conclusion[0] is Verdict.SAME
@@ -343,7 +340,6 @@ def test_an_early_decision_needs_more_than_a_final_one() -> None:
 
 
 def test_a_clear_side_is_not_enough_to_stop_early() -> None:
-    """The ratio must be narrow too: 40% to 46% slower continues; 40% to 44% and 4.00x to 4.25x stop."""
     for milliseconds, else_, stops in ((14, 14.6, False), (14, 14.4, True), (40, 46, False), (40, 42.5, True)):
         case = once(milliseconds * MS, round(else_ * MS))
         conclusion = conclude(case, TEN, TEN)

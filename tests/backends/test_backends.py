@@ -184,7 +184,6 @@ class FakeDeepGemm(ModuleType):
 
 
 def test_deepgemm_multiplies_our_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's three products have the required layouts and the emulation's values."""
     monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm("deep_gemm"))
     monkeypatch.setattr(FakeDeepGemm, "calls", [])
     precision = precisions.get("fp8-block:backend=deepgemm")

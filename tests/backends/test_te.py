@@ -160,7 +160,6 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("cut", ["linear", "block"])
 def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `recast`, and outside a step, every pass casts them."""
     called: list[bool | None] = []
     forward = fake_te.Linear.forward
 
@@ -236,7 +235,6 @@ def test_a_package_that_does_not_import_says_why(
 
 @pytest.mark.slow
 def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
-    """Extracts the table again from the released sources, if they can be downloaded."""
     command = [
         sys.executable,
         "-m",
@@ -260,7 +258,6 @@ def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
 
 @for_each("mode", ["fp8", "fp8-block", "mxfp8"])
 def test_its_casts_and_products_are_those_of_single_products(te: None, mode: str) -> None:
-    """Each quantiser has its role. cuBLAS calls b operand A; the product equals the emulation's."""
     ours = precisions.get(mode).arithmetic(CPU)
     theirs = precisions.get(f"{mode}:backend=te").arithmetic(here(B200)).separate()
     a, b = gaussian(64, 128).bfloat16(), gaussian(96, 128, seed=5).bfloat16()

@@ -62,7 +62,6 @@ def test_its_layers_are_ours(mode: str) -> None:
 
 @for_each("mode", MODES)
 def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
-    """Calling casts and products one by one gives the layer's output and both gradients."""
     arithmetic = precisions.get(f"{mode}:backend=torchao").arithmetic(HERE)
     weight = nn.Parameter(gaussian(96, 128) * torch.logspace(-4, 2, 96)[:, None])
     x, gradient = gaussian(64, 128).bfloat16().requires_grad_(), gaussian(64, 96, seed=5).bfloat16()

@@ -51,7 +51,6 @@ def tip(tab: Tab) -> str | None:
 
 
 def test_numbers_sort_by_value(show: Open) -> None:
-    """Ascending, descending, and back to the original order; rows without a value are always last."""
     tab = show()
     before = column(tab, "best")
     tab.click(head(tab, "best"))
@@ -68,7 +67,6 @@ def test_numbers_sort_by_value(show: Open) -> None:
 
 
 def test_filtering(show: Open) -> None:
-    """All words must match, in any column and letter case; the page shows how many rows match."""
     tab = show()
     assert count(tab) == "60 rows"
     find(tab, "GEMM  fp8")
@@ -128,7 +126,6 @@ def _guids(tab: Tab) -> set[str]:
 
 
 def test_tables_as_csv(show: Open) -> None:
-    """The visible rows in display order with all digits; quotes, commas and newlines in names are escaped."""
     tab = show()
     find(tab, "transformer")
     tab.click(head(tab, "best"))
@@ -172,7 +169,6 @@ def test_the_policy_holds(show: Open) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "hostile", "many"])
 def test_a_page_stands_alone_and_fits(show: Open, name: str) -> None:
-    """One request, no console message, and never wider than the window, even with names of 300 characters."""
     tab = show(name)
     tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     for width in (1280, 390):
@@ -258,7 +254,6 @@ CONTRASTS = """(() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["whole", "sample"])
 def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -> None:
-    """At least 4.5 to 1, except the last figures of lines, which have their line's colour."""
     tab = show(name, scheme=scheme)
     tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     contrasts = tab.run(CONTRASTS)
@@ -266,7 +261,6 @@ def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -
 
 
 def test_a_timeline_is_zoomed_by_keyboard(show: Open) -> None:
-    """Zooming in on the first quarter and then a later part stretches the bars and updates the time axis."""
     tab = show("sample")
     chart, second = "#timeline-transformer", "document.querySelectorAll('#timeline-transformer .tick')[1].textContent"
     view = f"document.querySelector('{chart} svg svg')"

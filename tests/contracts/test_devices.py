@@ -66,7 +66,6 @@ def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None
 
 @for_each("kind", NAMES)
 def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
-    """Any other error is a failure of the case."""
     device = devices.get(kind)
     for error in (ValueError("out of paper"), RuntimeError("size mismatch"), KeyError("x")):
         assert not device.is_out_of_memory(error)
@@ -92,7 +91,6 @@ def test_a_phase_clock_runs_on_it(kind: str, facts: DeviceFacts) -> None:
 
 @here
 def test_it_counts_its_memory_or_says_that_it_cannot(kind: str, facts: DeviceFacts) -> None:
-    """Allocates and frees one tensor above another that stays; a GPU's allocator may report more than requested."""
     meter = devices.get(kind).memory_meter(facts.index)
     if isinstance(meter, str):
         assert meter

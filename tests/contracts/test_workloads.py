@@ -198,10 +198,6 @@ def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFact
 
 @pytest.mark.parametrize(("name", "precision"), paired(NAMES, ["fp32", "bf16", "nvfp4", "fp8"]))
 def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
-    """Every step has the same marks and ends outside all phases (otherwise the clock refuses).
-
-    Afterwards the state is valid and can be released.
-    """
     case = smallest(name, precision, corpus)
     bench.prepare("one", case, CPU)
     try:
@@ -238,7 +234,6 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal seeds give equal errors; NaN is a bug, an empty dictionary is allowed."""
     monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand steps take a second each
     runnable = precisions_of(name, corpus, "fp32", "bf16", "nvfp4")
     first, *_, last = runnable
@@ -369,10 +364,6 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
-    """On a CPU, for at least one case; an empty series is a broken promise.
-
-    Energy only if the CPU reports it, relative times only if another native case exists.
-    """
     _, run = grid_of(name)
     records = measured_of(run)
     found = {point.series for point in points_of_run(run).points if point.samples}

@@ -92,7 +92,6 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
 
 
 def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
-    """This torch has no graphs at all."""
     with pytest.raises(CannotCapture, match=r"torch captured no graph of its step: [A-Za-z]+: .+"):
         Cuda().captured(0, lambda: None)
     with pytest.raises(CannotCapture, match="cannot be replayed"):
@@ -100,10 +99,6 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
 
 
 def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches enough products to cover the time.
-
-    Spins if the time is shorter than one, or without a captured graph.
-    """
     done: list[float | str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
     fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), None]
@@ -116,7 +111,6 @@ def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pyt
 
 
 def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch without CUDA represents GPUs without memory and without graphs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert Cuda()._make_filler(0) is None
 
@@ -165,7 +159,6 @@ def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
 
 
 def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
-    """Recording a recycled event replaces its earlier time."""
     now = stamper.source()
     first = [now() for _ in range(3)]
     second = [now() for _ in range(2)]
@@ -276,7 +269,6 @@ def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: E
 def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message is the same for other versions of the library, and after an error that broke the context."""
     left = [0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left[0], 80 << 30))
     assert Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
@@ -391,7 +383,6 @@ def test_what_operations_and_backward_allocate_counts() -> None:
 
 
 def test_what_an_earlier_count_left_behind_does_not_count() -> None:
-    """torch's allocator keeps earlier memory and reports its release."""
     meter = ProfilerMeter()
     cache = []
     for _ in range(3):
@@ -577,7 +568,6 @@ def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.Mon
 
 
 def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Because the process may time calls afterwards."""
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     meter.start(blocks=False)

@@ -120,7 +120,6 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
     ids=lambda tensor: str(tensor.dtype),
 )
 def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
-    """Integer and complex tensors, for every function that takes a tensor."""
     for call in (
         lambda: round_to(tensor, E4M3),
         lambda: scaled.values(tensor, E4M3, TENSOR),
@@ -133,7 +132,6 @@ def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
 
 
 def test_what_a_format_cannot_do_is_refused() -> None:
-    """Elements that a scaling does not support, and overflow rules without a code in the format."""
     with pytest.raises(UsageError, match="NVFP4's scales are for e2m1"):
         scaled.values(torch.ones(4, 64), E5M2, NVFP4)
     with pytest.raises(UsageError, match="e2m1 has no nan to overflow to"):

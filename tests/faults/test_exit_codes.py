@@ -65,7 +65,6 @@ def test_a_refused_precision_is_a_row(
 
 @pytest.mark.slow
 def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """The limit comes from an option; the reason names it, and a new worker measures the other cases."""
     (folder / "hanging.py").write_text(HANGING)
     words = ["suite", "./hanging.py", "--dtypes", "fp32,bf16", "--rounds", "3", "--case-timeout", "8"]
     assert main(words) == 3

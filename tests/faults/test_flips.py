@@ -148,7 +148,6 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
 @for_each("kind", list(KINDS))
 @counts(40, 340)
 def test_whatever_is_changed_is_named_or_harmless(count: int, kind: str, tmp_path: Path) -> None:
-    """After any change the read value is correct, or a message warns that it may be wrong."""
     made = KINDS[kind](tmp_path)
     content, (right, troubles) = made.path.read_bytes(), made.read()
     assert not troubles
@@ -166,7 +165,6 @@ def test_whatever_is_changed_is_named_or_harmless(count: int, kind: str, tmp_pat
 
 
 def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
-    """No warnings; verify reports that it has no checksums."""
     for kind, make in KINDS.items():
         (tmp_path / kind).mkdir()
         made = make(tmp_path / kind)

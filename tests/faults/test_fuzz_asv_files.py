@@ -136,7 +136,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
 def test_whatever_happened_to_a_file_of_asvs_it_is_refused_or_read(
     count: int, originals: list[tuple[str, bytes, Again]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mostly results, sometimes a list or a machine; what is read can be written and reads the same."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # many files, none kept
     chance = random.Random(20261202)
     seen: Counter[str] = Counter()

@@ -205,7 +205,6 @@ def test_no_command_line_ends_in_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Planning, reading and writing files are real; only workers and measuring are replaced."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "worker_for", Probed)
     monkeypatch.setattr(pipeline, "_measure", measure_nothing)

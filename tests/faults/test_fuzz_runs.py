@@ -53,7 +53,6 @@ MUTATIONS: tuple[damage.Mutation, ...] = (damage.flip, damage.cut, shuffle, repl
 
 @counts(30, 2000)
 def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whole: bytes, tmp_path: Path) -> None:
-    """As a table, JSON and CSV; a readable run is read identically a second time."""
     chance = random.Random(20261121)
     path = tmp_path / "mutated.jsonl"
     refused = shown = 0

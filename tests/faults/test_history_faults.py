@@ -165,7 +165,6 @@ def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> None:
-    """Results may be on another disk: its folder is created, or a message names the missing disk."""
     (tmp_path / "asv").mkdir()
     link = tmp_path / "asv" / "results"
     link.symlink_to(tmp_path / "elsewhere")
@@ -238,7 +237,6 @@ def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version
 
 
 def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
-    """Rows of asv, unreadable rows, keys of later versions; also benchmarks and machine facts."""
     path = the_file(store)
     foreign = [[1.5], [], "7", 1, 2.0]
 
@@ -288,7 +286,6 @@ def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
 
 
 def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> None:
-    """Files are named by eight digits of a hash, and may have been renamed."""
     edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:8] + "f" * 32))
     before = contents(store / "asv")
     assert "holds the results of another commit, 0a1b2c3dffffffff" in again(store)
@@ -308,7 +305,6 @@ def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, t
 
 
 def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
-    """The later run has an earlier date; both count, and the row has the later time."""
     run = keep(grid_run(started="2025-12-31T23:00:00+00:00"), store)
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at // 1000 == 1767225600
@@ -411,7 +407,6 @@ NOT_FILED: list[tuple[Run, str]] = [
 
 @pytest.mark.parametrize("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
 def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) -> None:
-    """Also for benchmarks that asv would measure differently, and cases in no series; the run is stored anyway."""
     run, why = NOT_FILED[number]
     before = contents(store / "asv")
     assert update_view(keep(run, store), store) == f"history: {why}{STAYS}"

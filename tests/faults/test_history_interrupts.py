@@ -55,7 +55,6 @@ def waits_for_the_lock(process: subprocess.Popen[str], lock: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository: Path) -> None:
-    """One message about the view; no message about asv if everything worked."""
     store = repository / ".fp8bench"
     store.mkdir()
     (store / "asv").write_text("")
@@ -74,7 +73,6 @@ def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="sees by /proc that the lock is waited for")
 @pytest.mark.parametrize("number", sampled([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda one: one.name)
 def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: signal.Signals) -> None:
-    """Interrupted while waiting for the lock: the table is printed, the run is complete, and the view is unchanged."""
     store = repository / ".fp8bench"
     lock = store / "asv" / ".lock"
     with lock_folder(store / "asv", 0), started(repository, *SUITE) as process:

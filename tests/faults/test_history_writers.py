@@ -114,7 +114,6 @@ def partials(store: Path) -> list[Path]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("count", "num_writers"), sampled([6], [(6, 3), (20, 8)]))
 def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_path: Path) -> None:
-    """Each writer adds several runs; concurrent readers never see an incomplete file."""
     store, stop = tmp_path / "store", tmp_path / "stop"
     reader = program(READING, results_of(store), stop)
     assert reader.stdout is not None and reader.stdout.readline() == "ready\n"

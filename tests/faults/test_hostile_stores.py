@@ -22,7 +22,6 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> None:
-    """A sparse terabyte. Other commands continue with the valid runs, and `verify` names the file."""
     files = list(run_files(store))
     large = files[0].with_name("20270101T000000.000Z-nocommit-aaaaaaaa.jsonl")
     with large.open("wb") as file:

@@ -104,7 +104,6 @@ def num_lines(folder: Path, store: str = ".fp8bench") -> int:
 
 @pytest.mark.slow
 def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> None:
-    """Interrupted during groups; the printed command finishes the run."""
     with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         process.send_signal(signal.SIGINT)
@@ -127,7 +126,6 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
-    """The limit strikes while records are written: the file keeps what fits, and the table at least shows the rest."""
     with started(folder, *nap(*range(12)), limit=30_000) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "Traceback" not in err
@@ -169,7 +167,6 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", sampled([signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP]), ids=lambda one: one.name)
 def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
-    """From `timeout`, a service manager or a closing terminal."""
     with endless(folder, "--store", "else where") as process:
         wait_for(lambda: num_lines(folder, "else where") >= 3)
         process.send_signal(number)
@@ -180,7 +177,6 @@ def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals
 
 @pytest.mark.slow
 def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
-    """The second Ctrl-C may cut off the table, but neither the file's end nor the command to continue."""
     with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         for _ in range(5):
@@ -198,7 +194,6 @@ def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", sampled([False], [False, True]))
 def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
-    """Like Ctrl-C: results are stored and can be resumed. If SIGHUP is ignored (nohup) the run finishes."""
     master, terminal = pty.openpty()
 
     def begin() -> None:
@@ -243,7 +238,6 @@ def _drained(master: int, condition: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
-    """Full, closed, or an unread pipe: at most one message, and the run's exit code if the output was read."""
     with Path("/dev/full").open("w") as full, started(folder, *nap(1), stdout=full) as process:
         _, err = process.communicate(timeout=240)
     told = "fp8bench: stdout cannot be written (No space left on device). "

@@ -448,7 +448,6 @@ def test_it_is_told_as_before(name: str) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    """Each document is in its file, and files have no others."""
     assert {path.name for path in TEXTS.iterdir()} == {*map(file_of, DOCUMENTS), MADE.name}
     for file in set(map(file_of, DOCUMENTS)):
         assert list(expected_in(file)) == [name for name in DOCUMENTS if file_of(name) == file], file

@@ -73,7 +73,6 @@ def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("how", CASTS, ids=str)
 def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU, and compared with a CPU."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = [x.cuda() for x in pieces(how.source)]
     eager = [cast(x, how) for x in there]

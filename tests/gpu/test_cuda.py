@@ -60,7 +60,6 @@ def test_the_device_tells_its_facts(facts: DeviceFacts) -> None:
 
 
 def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
-    """The intervals sum to the total, up to the events' resolution of half a microsecond each."""
     stamper = Cuda().stamper(facts.index)
     clock = PhaseClock(stamper)
     a = normal(1024, 1024)
@@ -148,7 +147,6 @@ def test_the_tf32_scope_changes_products_and_is_restored(facts: DeviceFacts) -> 
 
 
 def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
-    """Recognised by type, and through a worker; the memory is released."""
     with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
         torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     assert Cuda().is_out_of_memory(raised.value)
@@ -197,7 +195,6 @@ def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precision: str) -> None:
-    """Operands and result in rounded blocks, and cuBLAS's workspace, whether or not it existed before."""
     bench = Bench(Settings())
     case = product_case(precision, 2048, facts)
     peaks = [bench.memory(case, facts) for _ in range(2)]

@@ -270,7 +270,6 @@ def listed(found: list[Import]) -> str:
 
 
 def test_the_table_has_every_room_and_no_other() -> None:
-    """A new room gets its line here; a line without a room is a mistake."""
     assert set(TABLE) == {room_of(module) for module in MODULES}
 
 
@@ -280,10 +279,6 @@ def feature_of(module: str) -> str:
 
 
 def test_each_feature_stands_apart() -> None:
-    """It imports other features only as the table allows, and the command line only from its entry points.
-
-    The core imports no feature.
-    """
     wrong = []
     for found in own_imports():
         here, there = feature_of(found.importer), feature_of(found.target)
@@ -297,13 +292,11 @@ def test_each_feature_stands_apart() -> None:
 
 
 def test_no_loose_modules_beside_the_rooms() -> None:
-    """Modules outside rooms are visible to all rooms or are entry points. A new module goes into a room."""
     assert {path.stem for path in PACKAGE.glob("*.py")} <= LOOSE
     assert sum((path / "__init__.py").is_file() for path in PACKAGE.iterdir()) <= MOST_ROOMS
 
 
 def test_rooms_import_what_the_table_allows() -> None:
-    """Imports inside functions and under TYPE_CHECKING count too."""
     wrong = []
     for found in own_imports():
         room, target = room_of(found.importer), room_of(found.target)
@@ -316,7 +309,6 @@ def test_rooms_import_what_the_table_allows() -> None:
 
 
 def test_leaves_never_import_each_other() -> None:
-    """Not even neighbours in the same package: code that two leaves share moves to nn, formats or numerics."""
     wrong = [found for found in own_imports() if room_of(found.importer) in LEAVES and room_of(found.target) in LEAVES]
     assert not wrong, listed(wrong)
 
@@ -339,7 +331,6 @@ def test_fp8bench_never_imports_what_surrounds_it() -> None:
 
 
 def test_imports_inside_functions_are_heavy_or_optional() -> None:
-    """Light modules are imported at the top, where readers expect them."""
     heavy = heavy_modules()
     wrong = [
         found
@@ -362,7 +353,6 @@ def test_what_is_allowed_is_needed() -> None:
 
 
 def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:
-    """Elsewhere they are imported on first use, so that the parent process starts quickly."""
     wrong = []
     for found in all_imports():
         package = found.target.split(".")[0]
@@ -374,7 +364,6 @@ def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:
 
 
 def test_the_page_names_what_is_there() -> None:
-    """ARCHITECTURE.md has a row for every room, and all of its paths exist."""
     page = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
     first_column = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(\w+)`", first_column)) >= set(TABLE) - OUTERMOST
@@ -384,7 +373,6 @@ def test_the_page_names_what_is_there() -> None:
 
 
 def test_the_walk_names_functions_that_exist() -> None:
-    """Reading along the walk changes rooms at most 45 times."""
     walk = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## The walk")[2].partition("\n## ")[0]
     stops = re.findall(r"`([\w/]+\.py): (\w+)`", walk)
     assert len(stops) >= 15 and len(walk.split()) <= 600

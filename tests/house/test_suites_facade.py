@@ -56,7 +56,6 @@ def told(member: object) -> str:
 
 
 def test_the_facade_is_what_the_list_says() -> None:
-    """Removing a name or changing its arguments breaks users' files."""
     assert surface() == LIST.read_text()
 
 

@@ -71,7 +71,6 @@ def test_the_source_archive_holds_the_repository(dist: Path) -> None:
 
 
 def test_what_is_declared_as_lowest_is_a_version_each() -> None:
-    """CI tests them with `.ci/try FILE -c`."""
     done = subprocess.run([sys.executable, ROOT / ".ci" / "lowest.py"], capture_output=True, text=True, check=True)
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     for line in dependencies:

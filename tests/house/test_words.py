@@ -68,7 +68,6 @@ def test_a_synonym_is_found_as_a_word() -> None:
 
 
 def test_the_words_of_the_table_are_explained() -> None:
-    """Each recommended word is in one of the glossary's other tables."""
     explained = set()
     for row in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY, re.MULTILINE):
         explained.update(word.strip() for word in row.split(","))

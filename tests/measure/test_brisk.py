@@ -168,7 +168,6 @@ STEPS = {"bf16": 2.0, "fp8": 1.3, "fp32": 1.5}
 
 
 def test_a_brisk_group_takes_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second group of a run: workers run, idle power and errors exist."""
     usual, brisk = (measured_groups(monkeypatch, is_brisk)[1][1] for is_brisk in (False, True))
     assert sum(usual.values()) > 40 and sum(brisk.values()) < 16
     assert brisk["warming up"] < 2 < usual["warming up"]
@@ -216,7 +215,6 @@ def test_second_windows_come_in_the_opposite_order() -> None:
 
 
 def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first window of fp8 takes 4% more power than the second."""
     power = SlowCounter()
     seen = {"fp8": 0}
 
@@ -232,7 +230,6 @@ def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_after_a_fault_no_third_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's states are lost, so existing windows must do, although they differ."""
     monkeypatch.setattr(WindowResult, "is_apart", True)
     faulty = lasting(0.7, faults=[Fault("loop", WorkerLost("the worker crashed"), at=14)])
     power = SlowCounter()
@@ -257,7 +254,6 @@ def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
 
 
 def test_every_tick_is_waited_for() -> None:
-    """Including early ticks of a window, and those of a fast counter with expensive reads."""
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
     for count in (1, 2, 12):
         assert pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * PAUSE) and not pace.blind
@@ -272,7 +268,6 @@ def looks_at(clocks: tuple[float, ...]) -> list[ClockLook]:
 
 
 def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
-    """While its temperature still rises; but not while the clock falls, nor within the first second."""
     course = looks_at(H200_CLOCKS)
     flat = [is_clock_flat(course[: count + 1]) for count in range(len(course))]
     assert not any(flat[:6]) and flat.index(True) * 0.175 < 1.6

@@ -123,7 +123,6 @@ def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
 def test_what_hardware_would_fit_is_on_the_line_through_two_batches(
     holds: Callable[[int], int | None], dtype: str, limit: int, batch: int | None
 ) -> None:
-    """The line goes through the largest batch and half of it; an emulation takes 10 bytes a sequence."""
     worker = Filled(holds=lambda size: MemoryUse(10 * size, on_device=holds(size)))
     assert search(worker, planned(dtype=dtype, batch="2"), limit).on_device == batch
 

@@ -167,7 +167,6 @@ class Leaning(AbsentDevice):
 def test_a_case_that_ran_at_another_clock_has_no_verdict(
     monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
 ) -> None:
-    """In real rounds: the device's clock falls after one of the arms has run."""
     monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
     worker = FakeWorker({"bf16": lasting(5)})
     method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0)

@@ -111,7 +111,6 @@ def test_why_git_names_no_commit_is_told_of_a_repository_alone(
 
 
 def test_variables_that_change_speed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example those of GPU arithmetic, preferred attention kernel, workspace limit, tuned kernels."""
     names = [
         "OMP_NUM_THREADS",
         "CUDA_LAUNCH_BLOCKING",

@@ -455,7 +455,6 @@ def test_the_observer_hears_of_every_stage() -> None:
 
 
 def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_ends_the_worker_fails() -> None:
-    """Emulated cases and torch's dtypes are not tried."""
     scripts = {"fp8": Script(wrong_product="fp8: its forward product is wrong")}
     records, worker = measure(scripts, planned("bf16"), planned("fp8"), planned("mxfp8", EMULATED))
     refused = records["fp8"]

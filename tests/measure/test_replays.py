@@ -74,7 +74,6 @@ def test_cases_take_turns_in_replays() -> None:
 
 
 def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
-    """Seconds by phase, repeated phases added up; none if it fails, which does not affect the other graph's figure."""
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()

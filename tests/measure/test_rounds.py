@@ -196,7 +196,6 @@ def test_emulated_arms_get_four_rounds(rule: StoppingRule) -> None:
 
 
 def test_emulations_take_no_rounds_from_an_open_question() -> None:
-    """Their 10 s count only for the ceiling."""
     slow = {label: lasting(500) for label in ("fp8", "mxfp8", "nvfp4", "mxfp4", "fp8-block")}
     rule, ended = StoppingRule(least=16, budget=1.0), []
     for emulated in ([], list(slow)):
@@ -260,10 +259,6 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
     ],
 )
 def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rounds: int) -> None:
-    """It continues while few rounds decide: a candidate 3% faster at times and 3% slower otherwise may be either.
-
-    The cap ends it.
-    """
     _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_decided)
     assert f" {rounds} rounds" in f" {why}"
 
@@ -281,7 +276,6 @@ def noisy(milliseconds: float, times: float, seed: int) -> Script:
 
 @for_each("milliseconds", [0.3, 30])
 def test_three_percent_more_is_found_in_nine_of_ten_runs_and_nothing_in_none(milliseconds: float) -> None:
-    """In much less than the budget, next to an emulated case that takes six times as long."""
     seen: dict[float, Counter[str]] = {1.0: Counter(), 1.03: Counter()}
     for times, verdicts in seen.items():
         for seed in range(10):
@@ -406,7 +400,6 @@ def test_orders_are_drawn() -> None:
 
 
 def test_steps_without_marks_have_the_proportions_of_the_one_before() -> None:
-    """Step times are exact to the nanosecond; phases have the proportions of marked steps."""
     one = arm("fp8", facts=GPU)
     marked = RawStep((UNATTRIBUTED, CAST, GEMM), (10, 30, 60))
     one.calibrated, one.segmentation = marked, segment(marked.codes, marked.intervals_ns)

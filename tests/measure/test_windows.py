@@ -68,7 +68,6 @@ def test_each_case_gets_the_energy_of_its_own_power() -> None:
 
 
 def test_cases_take_turns_in_random_order() -> None:
-    """Every round of windows has every case once, in varying order."""
     _, worker = measured({"fp32": lasting(10), "bf16": lasting(10), "fp8": lasting(10)}, WindowRule(6, 1.5))
     order = [entry[1] for entry in worker.log if entry[0] == "loop"]
     turns = [key for place, key in enumerate(order) if place == 0 or order[place - 1] != key]

@@ -123,7 +123,6 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
 @pytest.mark.parametrize("size", [2, 8, *(pytest.param(item, marks=pytest.mark.slow) for item in (4, 16, 64))])
 @for_each("shared", [False, True])
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
-    """Within 0.6 dB. Rings lose 2 dB per doubling and collapse if ranks agree; the other two do not."""
     table = SHARED if shared else OWN
     given = sources(size, shared, 1 << 15)
     exact = expected("all_reduce", given, 0)
@@ -143,7 +142,6 @@ def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
 
 
 def test_a_smaller_factor_flushes_more() -> None:
-    """For rows of very different sizes, over 8 ranks: about 10, 5 and 3 percent."""
     rows = torch.exp(2 * rank_values(3, 0, 512)).repeat_interleave(128)
     given = [values * rows for values in sources(8, False, 1 << 16)]
     lost = []
@@ -154,7 +152,6 @@ def test_a_smaller_factor_flushes_more() -> None:
 
 
 def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
-    """It becomes 1/4 with 16 ranks, as in the table, and recovers to at most 2 within a thousand steps."""
     assert mean_of(RING, FP8LM_AUTO, sources(16, False, 1 << 14))[2] == 0.25
     auto = AutoScale()
     auto.after(torch.tensor([2e-5]))
@@ -170,7 +167,6 @@ def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
 @for_each("whole", [True, False])
 @for_each("way", WAYS)
 def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
-    """Also in two shots, whose second codes have separate scales, and with values that only one rank cuts off."""
     one = torch.ones(1 << 12)
     given = [torch.cat([one, 1.9 * one]), torch.cat([one, one])]
     autos = [AutoScale(torch.full((1,), 2.0)) for _ in given]
@@ -179,7 +175,6 @@ def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
 
 
 def test_bytes_are_counted() -> None:
-    """A ring and two shots send the same, gathering n - 1 times the vector."""
     size, count = 4, 1 << 12
     moved = {}
     for way in WAYS:

@@ -53,7 +53,6 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
 
 
 def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
-    """As emulation stores them. The bfloat16 of an fp16 case does not count as fp16."""
     x = made("gaussian", 64)
     assert has_format(x.bfloat16().float(), FORMATS["bf16"]) and has_format(x.half().double(), FORMATS["fp16"])
     assert not has_format(x.bfloat16(), FORMATS["fp16"])

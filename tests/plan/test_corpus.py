@@ -41,7 +41,6 @@ def tokens(made: Corpus) -> np.ndarray:
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path, odd: int) -> None:
-    """For any length: 16-bit tokens in native byte order, as np.memmap reads them."""
     text.write_bytes(TEXT[: len(TEXT) - odd] + bytes([255]))
     made = prepare_corpus(str(text), tmp_path / "data")
     assert made.num_tokens == len(TEXT) - odd + 1
@@ -50,7 +49,6 @@ def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path,
 
 
 def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) -> None:
-    """Real text that exists on the machine, without a download."""
     first, second = prepare_corpus(None, tmp_path / "a"), prepare_corpus(None, tmp_path / "b")
     assert first.identity == second.identity
     assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
@@ -71,7 +69,6 @@ def test_the_hash_of_the_text_is_part_of_every_case(tmp_path: Path, text: Path) 
 
 
 def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:
-    """The second run maps the first run's file."""
     first = prepare_corpus(str(text), tmp_path / "data")
     before = Path(first.path).stat()
     second = prepare_corpus(str(text), tmp_path / "data")
@@ -88,7 +85,6 @@ def test_a_token_file_of_the_wrong_length_is_made_again(tmp_path: Path, text: Pa
 
 
 def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash is of the used part."""
     monkeypatch.setattr(corpus, "MOST_BYTES", LEAST_BYTES + 100)
     made = prepare_corpus(str(text), tmp_path / "data")
     assert made.num_tokens == LEAST_BYTES + 100
@@ -101,7 +97,6 @@ def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.Monk
     ids=["empty", "tiny", "binary", "missing"],
 )
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
-    """The message names valid input."""
     path = tmp_path / "given"
     if content is not None:
         path.write_bytes(content)
@@ -121,7 +116,6 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | N
     ids=["random bytes", "random high bytes", "compressed"],
 )
 def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
-    """Also without a zero byte among them."""
     path = tmp_path / "given"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"--data .* is not text: .*{words}.*Give a text file"):
@@ -138,8 +132,6 @@ def test_a_folder_that_cannot_be_made_is_a_store_error(tmp_path: Path, text: Pat
 def test_a_store_that_begins_with_a_text_is_ignored_by_git_too(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of a text suite writes the text first."""
-
     def none(settings: Settings) -> LocalWorker:
         raise WorkerError("none is needed")
 
@@ -151,7 +143,6 @@ def test_a_store_that_begins_with_a_text_is_ignored_by_git_too(
 
 
 def test_two_processes_may_make_it_at_once(tmp_path: Path, text: Path) -> None:
-    """Both succeed, and one complete file remains."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom fp8bench.plan.corpus import prepare_corpus\n"
         "for turn in range(40):\n"

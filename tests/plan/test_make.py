@@ -48,7 +48,6 @@ def reference(group: Group) -> str:
 
 
 def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_the_reason() -> None:
-    """In every precision: torch has no kernel for it, whatever devices are listed."""
     old = replace(H200, unusable="this torch has no kernels for sm_90")
     made = make_plan(Request("gemm", ("fp32", "fp8"), axes=(("shape", ("64",)),)), (CPU, old))
     cases = cases_of(made)
@@ -106,14 +105,12 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
 def test_the_first_gpu_is_the_default_device(
     known: tuple[DeviceFacts, ...], asked: tuple[str, ...], chosen: list[str]
 ) -> None:
-    """Requested devices keep their order, each once."""
     made = make_plan(Request("gemm", devices=asked, axes=(("shape", ("64",)),)), known)
     assert list(dict.fromkeys(planned.case.device for planned in cases_of(made))) == chosen
     assert len(made.groups) == len(chosen)
 
 
 def test_the_reference_is_the_highest_precision_asked_for() -> None:
-    """For any order on the command line; the others keep that order."""
     for first, name in enumerate(ALL):
         asked = (*ALL[:first:-1], name)
         group = one_group(H200, *asked)
@@ -122,7 +119,6 @@ def test_the_reference_is_the_highest_precision_asked_for() -> None:
 
 
 def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
-    """Duplicates and aliases are merged."""
     assert [case.case.mode for case in one_group(H200).cases] == ["fp32", "bf16", "fp8"]
     assert [case.case.mode for case in one_group(H200, "fp4", "fp32", "nvfp4", "fp32").cases] == ["fp32", "nvfp4"]
 
@@ -140,14 +136,12 @@ def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
 def test_a_refused_reference_is_replaced_by_the_highest_native_precision(
     facts: DeviceFacts, dtypes: tuple[str, ...], asked: str | None, instead: str
 ) -> None:
-    """An emulated one only if nothing is native; the refused case keeps its row."""
     group = one_group(facts, *dtypes, reference=asked)
     assert reference(group) == instead
     assert group.cases[0].skip
 
 
 def test_axes_multiply_in_the_order_given() -> None:
-    """Each value once; cases differ in each."""
     axes = (("operands", ("ready", "cast")), ("shape", ("32", "64x32x16", "32x32x32")))
     made = plan(CPU, axes=axes, dtypes=("fp32",))
     settings = [(group.cases[0].case.param("m"), group.cases[0].case.param("operands")) for group in made]
@@ -159,7 +153,6 @@ def test_axes_multiply_in_the_order_given() -> None:
     ("shape", "fits"), [("64x64x64", True), ("7x64x64", True), ("64x64x72", False), ("64x24x64", False)]
 )
 def test_native_products_need_their_multiples(shape: str, fits: bool) -> None:
-    """Rows are free; the reason names the sides and a remedy. Other cases and CPUs are not affected."""
     assert all(case.runs for case in one_group(CPU, "fp32", "fp8", shape=shape).cases)
     cases = by_mode(one_group(H200, "fp32", "bf16", "fp8", "mxfp8", shape=shape))
     assert [name for name, case in cases.items() if case.runs] == [name for name in cases if fits or name != "fp8"]
@@ -170,7 +163,6 @@ def test_native_products_need_their_multiples(shape: str, fits: bool) -> None:
 
 
 def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
-    """A case is as native as its least native layer."""
     (group,) = plan(H200, "transformer", dtypes=("bf16", "fp8", "fp32"), precision_map=(("mlp", "mxfp8"),))
     cases = by_mode(group)
     assert list(cases) == ["fp32", "bf16{mlp=mxfp8}", "fp8{mlp=mxfp8}"]
@@ -180,7 +172,6 @@ def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
 
 
 def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_names() -> None:
-    """The case stores it unchanged, modes with options in canonical form."""
     given = (("attn", "fp8"), ("blocks.1", "bf16"), ("blocks.1.mlp.up", "mxfp8"))
     (group,) = plan(CPU, "transformer", dtypes=("fp32", "fp16"), precision_map=given)
     assert [planned.case.precision_map for planned in group.cases] == [(), given]
@@ -188,7 +179,6 @@ def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_n
 
 
 def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
-    """If one size has the layer, the other's case has a reason; a layer that no size has is a typing error."""
     given = {"dtypes": ("bf16", "fp8"), "axes": (("size", ("nano", "gpt2-124m")),)}
     nano, large = plan(CPU, "transformer", precision_map=(("blocks.7", "bf16"),), **given).groups
     kinds = "attn and mlp and head and embed and residual and logits and norm"
@@ -208,7 +198,6 @@ def test_a_map_is_held_against_the_layers_of_the_device_at_hand() -> None:
 
 
 def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
-    """A key that no suite has is refused."""
     given = (("mlp", "bf16"), ("up", "bf16"))
     groups = plan(CPU, "mlp,transformer", dtypes=("fp32", "fp8"), precision_map=given).groups
     maps = {group.cases[1].case.workload: group.cases[1].case.precision_map for group in groups}
@@ -242,7 +231,6 @@ def test_a_precision_map_without_effect_is_refused() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | None) -> None:
-    """And with all valid names, or a selection for layers."""
     with pytest.raises(UnknownName) as raised:
         make_plan(request_, (CPU,))
     assert raised.value.nearest == nearest
@@ -265,7 +253,6 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
     ],
 )
 def test_names_are_checked_before_any_device_is_known(request_: Request, sentence: str) -> None:
-    """So that a typing error starts nothing slow."""
     with pytest.raises(UsageError, match=sentence):
         check_names(request_)
     check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
@@ -280,7 +267,6 @@ def test_too_many_combinations_are_refused_at_once() -> None:
 
 
 def test_case_ids_are_unique_and_readable() -> None:
-    """For all models, devices and precision maps."""
     request = Request("gemm", dtypes=ALL, devices=("cpu", "cuda"), axes=(("shape", ("gpt2", "llama3-8b", "64")),))
     ids = [planned.case.id for planned in cases_of(make_plan(request, (CPU, H200)))]
     assert len(ids) == len(set(ids)) == 2 * (4 * 3 + 4 * 3 + 1) * len(ALL)
@@ -289,7 +275,6 @@ def test_case_ids_are_unique_and_readable() -> None:
 
 
 def test_the_text_s_identity_is_part_of_the_case() -> None:
-    """Only if the suite reads one; otherwise a message warns that --data has no effect."""
     made = plan(CPU, "transformer", corpus="tiny-1234", data="x.txt")
     assert made.groups[0].cases[0].case.param("data") == "tiny-1234" and made.notes == ()
     other = plan(CPU, "gemm", corpus="tiny-1234", data="x.txt")
@@ -298,7 +283,6 @@ def test_the_text_s_identity_is_part_of_the_case() -> None:
 
 
 def test_a_backend_that_no_precision_takes_is_told() -> None:
-    """No message if some precision uses it."""
     notes = [make_plan(Request("gemm", dtypes=dtypes, backend="te"), (CPU,)).notes for dtypes in (("bf16",), ("fp8",))]
     assert notes[0] == ("--backend te has no effect: it is for low precisions, and these are bf16",)
     assert not any("--backend" in note for note in notes[1])
@@ -307,7 +291,6 @@ def test_a_backend_that_no_precision_takes_is_told() -> None:
 @for_each("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
 @for_each("suite", ["gemm", "transformer"])
 def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suite: str) -> None:
-    """Equal when repeated, in any order, and independent of unrelated facts."""
     first = plan(facts, suite, dtypes=ALL)
     plan(A100, "gemm", dtypes=("bf16",))
     assert plan(facts, suite, dtypes=ALL) == first
@@ -396,7 +379,6 @@ GARBAGE = {
 
 @for_each("name", GARBAGE)
 def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answering: type[Answering]) -> None:
-    """One message names suite and answer; wrong names are found before any device starts."""
     wrong, sentence = GARBAGE[name]
     answering.answers = {**SOUND, **wrong}
     asked = Request("answering", ("fp32",))
@@ -409,7 +391,6 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
 
 
 def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
-    """All four kinds of values, and whole numbers given as floats."""
     answering.answers = {**SOUND, "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)), "work": Work(3, 4)}
     made = make_plan(Request("answering", ("fp32",)), (CPU,))
     assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
@@ -432,7 +413,6 @@ ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing nat
     ids=["one native", "a named reference", "one precision", "none native", "two native", "the grid", "numbers only"],
 )
 def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: list[str]) -> None:
-    """As the reference, with a message; not if the user chose otherwise, or if it would not help."""
     plan = make_plan(request_, (CPU,))
     for group in plan:
         assert [planned.case.precision for planned in group.cases] == list(modes)

@@ -37,13 +37,11 @@ SMALL: Params = (("size", "nano"),)
     ],
 )
 def test_the_longest_name_wins_over_the_kind(keys: tuple[str, ...], wanted: str | None) -> None:
-    """Prefixes end at whole words; order in the map does not matter."""
     assert key_of(UP, keys) == wanted
     assert key_of(UP, keys[::-1]) == wanted
 
 
 def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
-    """Each key alone affects some layer."""
     layers = layers_of_all(workloads.get("transformer"), [SMALL])
     keys = list(keys_of(layers))
     assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
@@ -59,7 +57,6 @@ WORDS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1", "10"]), min_size=1, 
 
 @given(WORDS, st.sets(WORDS, max_size=6))
 def test_a_key_fits_by_whole_words(name: str, keys: set[str]) -> None:
-    """Compared with the definition by lists of words."""
     parts = name.split(".")
     fitting = [key for key in keys if key.split(".") == parts[: len(key.split("."))]]
     longest = max(fitting, key=lambda key: len(key.split(".")), default="kind" if "kind" in keys else None)
@@ -83,7 +80,6 @@ class Named(Arithmetic):
 
 
 def test_each_layer_gets_an_arithmetic_of_its_own() -> None:
-    """The case's, its key's, or the high one; created for that layer."""
     case = Case("transformer", SMALL, "fp8", "cpu")
     setup = Setup(case, CPU, 0, Named("own"), Named("high"), {"attn": Named("kind"), "blocks.1": Named("block")})
     choose = workloads.get("transformer").arithmetics(setup)
@@ -108,7 +104,6 @@ def static_plan(suite: str, *dtypes: str, **request: object) -> Plan:
 
 
 def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
-    """They distinguish cases of the same precision; other cases are unchanged, with a message."""
     plan = static_plan("transformer", "bf16", "fp8", "mxfp8", "fp8-delayed", refresh_scales=100, saturation_bound=0.1)
     modes = [planned.case.mode for planned in plan.groups[0].cases]
     rule = "static=8:refresh=100:bound=0.001"
@@ -121,7 +116,6 @@ def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
 
 
 def test_one_layer_with_such_scales_is_enough() -> None:
-    """Through a map, or in the precision of unmapped layers."""
     plan = static_plan("mlp", "fp32", "bf16", precision_map=(("up", "fp8"),))
     assert [one.case.mode for one in plan.groups[0].cases] == ["fp32", "bf16{up=fp8}+static=8"]
     with pytest.raises(UsageError, match="have no effect"):
@@ -129,7 +123,6 @@ def test_one_layer_with_such_scales_is_enough() -> None:
 
 
 def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
-    """Alone they are refused, since nothing would change."""
     plan = static_plan("mlp,gemm", "fp32", "fp8")
     assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers to find scales for",)
     assert {planned.case.workload for planned in cases_of(plan) if planned.case.static} == {"mlp"}
@@ -138,7 +131,6 @@ def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
 
 
 def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
-    """Scales that never change can be used."""
     compiled = (("compile", ("yes",)),)
     for request, skipped in (({}, False), ({"refresh_scales": 5}, True), ({"saturation_bound": 1.0}, True)):
         case = static_plan("transformer", "fp32", "fp8", axes=compiled, **request).groups[0].cases[1]
@@ -147,6 +139,5 @@ def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
 
 @for_each("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
 def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
-    """Refused before any device starts."""
     with pytest.raises(UsageError, match=r"Add --static-scales N, or leave --(refresh-scales|saturation-bound) out"):
         check_names(Request("mlp", **options))  # type: ignore[arg-type]

@@ -83,7 +83,6 @@ def cases(*way: str, facts: DeviceFacts = CPU, **words: Any) -> list[Case]:
 
 @pytest.mark.parametrize("facts", [CPU, H200], ids=lambda facts: facts.key)
 def test_cases_keep_their_names(suite: Callable[[type[Workload]], None], facts: DeviceFacts) -> None:
-    """Whether the default is named or not; another value has a different name, and both can be requested."""
     suite(Before)
     before = cases(facts=facts)
     suite(After)
@@ -99,7 +98,6 @@ def test_its_value_is_known_where_it_is_left_out() -> None:
 
 
 def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload]], None]) -> None:
-    """The suite expands cases with every axis; each value has a separate search."""
     suite(After)
     plan = make_plan(Request("quiet", axes=(("way", ("there", "back")),), memory_limit=1 << 20), (CPU,))
     for group, more in zip(plan, ("", ",way=back"), strict=True):
@@ -109,7 +107,6 @@ def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload
 
 
 def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
-    """Its cells and series are unchanged; another value is in no series, unless the grid names it."""
     suite(Before)
     before = series_of(Before(), None), cells_of(Before(), CPU, None)
     suite(After)
@@ -123,7 +120,6 @@ def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
 
 
 def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], None]) -> None:
-    """Its stored plan equals the plan made now."""
     suite(Before)
     request = Request("quiet")
     stored = decode(type(make_plan(request, (CPU,))), encode(make_plan(request, (CPU,))))
@@ -144,7 +140,6 @@ KNOWN = replace(CPU, cache_bytes=32 << 20, cache_shared=2)
 
 
 def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]], None]) -> None:
-    """Without the suite's help; it is in no series, and its batch can be searched."""
     suite(Strict)
     request = Request("quiet", axes=(("cache", ("hot", "cold", "rotating")),), memory_limit=1 << 20)
     plan = make_plan(request, (KNOWN,))
@@ -162,7 +157,6 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
 
 
 def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[Workload]], None]) -> None:
-    """Its row has a remark."""
     suite(Before)
     hot, cold = make_plan(Request("quiet", axes=(("cache", ("hot", "cold")),)), (CPU,))
     assert all(planned.runs for planned in hot.cases)

@@ -66,7 +66,6 @@ def cut_off(suite: str, store: Path, stop_at: int | None = 2) -> Run:
 
 
 def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
-    """And existing lines stay byte for byte."""
     first = cut_off(suite, tmp_path)
     path = Path(first.path)
     before = path.read_bytes()
@@ -81,7 +80,6 @@ def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_lacks_its_end_alone_gets_it(suite: str, tmp_path: Path) -> None:
-    """It was killed between its last group and the end line."""
     path = Path(cut_off(suite, tmp_path, stop_at=None).path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
@@ -92,7 +90,6 @@ def test_a_run_that_lacks_its_end_alone_gets_it(suite: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cut", [1, 30, 300])
 def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_path: Path, cut: int) -> None:
-    """The torn line stays on a line alone, and no record of the old sitting remains."""
     first = cut_off(suite, tmp_path)
     path = Path(first.path)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -107,7 +104,6 @@ def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_p
 
 
 def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
-    """Any number of times."""
     path = Path(cut_off(suite, tmp_path, stop_at=1).path)
     _, run = pipeline.resume(path, tmp_path, Watching(stop_at=3), "second")
     assert not run.finished and len(run.records) == 6
@@ -116,7 +112,6 @@ def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
 
 
 def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
-    """The holder of the file's lock continues; the other gets a message."""
     path = Path(cut_off(suite, tmp_path).path)
     before = path.read_bytes()
     with path.open() as other:
@@ -127,7 +122,6 @@ def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
 
 
 def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
-    """In its file, for later readers."""
     other = Path(cut_off(suite, tmp_path).path)
     with other.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -139,7 +133,6 @@ def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full from the second group on: the run returns everything measured."""
     append, appended = RunWriter.append, []
 
     def full(self: RunWriter, records: list[Record]) -> None:
@@ -162,8 +155,6 @@ def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypa
 
 
 def test_the_header_comes_with_the_file(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run killed while the header is written leaves no run file."""
-
     def killed(self: RunWriter, values: object) -> None:
         raise SystemExit
 
@@ -221,7 +212,6 @@ def test_the_same_place_is_no_foreign_one() -> None:
     ],
 )
 def test_another_machine_or_software_is_refused(name: str, called: str, now: str | int) -> None:
-    """The message names old and new values."""
     with pytest.raises(UsageError, match=rf"cannot be resumed here: {called} was .* and is {now}.*start a new run"):
         refuse_foreign(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
 
@@ -244,7 +234,6 @@ def test_another_device_or_plan_is_refused(facts: tuple[DeviceFacts, ...], plan:
 
 
 def test_a_run_without_its_header_is_not_resumed(suite: str, tmp_path: Path) -> None:
-    """The missing part is unknown; the run can be shown."""
     path = Path(cut_off(suite, tmp_path).path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"{broken\n" + b"".join(lines[1:]))
@@ -277,7 +266,6 @@ def test_code_that_changed_is_not_resumed(suite: str, tmp_path: Path) -> None:
 
 
 def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path refers to the current folder; if it is missing there, the message names the right folder."""
     monkeypatch.chdir(tmp_path)
     run = pipeline.execute(request_for("sums_suite.py"), tmp_path, Watching(2), "the first half")
     for folder in ("empty", "copy"):

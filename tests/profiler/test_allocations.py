@@ -219,7 +219,6 @@ def test_of_another_device_nothing_is_heard() -> None:
 
 
 def test_allocations_outside_of_operations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allocations without an enclosing event are missing, as for a GPU in torch."""
     told = stream_module._changes_and_notes
     monkeypatch.setattr(
         stream_module, "_changes_and_notes", lambda tree: told([one for one in tree if one.name != "[memory]"])

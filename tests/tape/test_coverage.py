@@ -59,7 +59,6 @@ ONE = 2 * 16 * 16 * 16
 
 
 def test_each_product_has_its_holder() -> None:
-    """Each forward product has two for gradients; the first layer's input needs none."""
     model, x = Block(), torch.randn(2, 8, 16)
     coverage = covered(model, training(model, x))
     assert of(coverage, "qkv").flops == 3 * ONE * 2

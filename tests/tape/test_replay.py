@@ -132,7 +132,6 @@ def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
 
 
 def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
-    """The step's tensors are not written to; written values carry over from one replay to the next."""
     total = torch.zeros(3)
 
     def adds(mark: Mark) -> None:

@@ -182,8 +182,6 @@ def test_memory_and_errors_are_exact_and_lower_is_better() -> None:
 
 
 def test_energy_is_never_exact() -> None:
-    """One run per side cannot show a difference below 10%, even if its samples are identical."""
-
     def joules(number: int, factor: float) -> Run:
         samples = tuple(factor * (1 + 0.001 * place) for place in range(5))
         return run(number, measurements=(Measurement("energy", "J", samples),))
@@ -283,7 +281,6 @@ def test_what_is_not_the_same_work() -> None:
 
 
 def test_what_differs_is_said() -> None:
-    """An older version did not record this switch, so it cannot be known to differ."""
     off, on = (
         {"switch oneDNN": value, "switches_set": text} for value, text in ((False, "oneDNN at False"), (True, None))
     )

@@ -74,7 +74,6 @@ def test_few_runs_are_held_against_each_other_one_by_one() -> None:
 
 @for_each("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
 def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
-    """Runs differ by 3%, samples within a run by 0.5%: a tenth of p-values is below 0.1, a hundredth below 0.01."""
     generator = np.random.default_rng(8)
     found = []
     for _ in range(3000):

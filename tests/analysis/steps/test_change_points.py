@@ -24,7 +24,6 @@ def steps_of(values: Values) -> tuple[Step, ...]:
 
 
 def test_a_step_of_5_percent_is_found_soon() -> None:
-    """400 series each; the limits allow for several times the chance variation of 67% and 93%."""
     for after, least in ((3, 0.5), (5, 0.85)):
         series = noisy(after, 400)
         series[:, -after:] *= 1.05
@@ -82,7 +81,6 @@ def test_where_how_much_how_sure_and_in_both_directions() -> None:
 
 
 def test_ranges_hold_their_places() -> None:
-    """The stated range holds the step in at least 95% of series; below 90% of 300 is beyond chance."""
     series = noisy(4, 300)
     series[:, 50:] *= 1.05
     found = [steps[0] for steps in many(series) if len(steps) == 1]
@@ -92,7 +90,6 @@ def test_ranges_hold_their_places() -> None:
 @for_each("place", [0, 20, 45, 57, 58, 59])
 @for_each("factor", [0.5, 1.3, 10.0])
 def test_a_bad_night_is_no_step(place: int, factor: float) -> None:
-    """The bad night may be anywhere, also last; false steps stay within chance for 300 series."""
     series = noisy(6, 300)
     series[:, place] *= factor
     assert sum(bool(steps) for steps in many(series)) < 15
@@ -139,7 +136,6 @@ def noise_of(kind: str, random: np.random.Generator, shape: tuple[int, int] = (5
 
 @for_each("kind", ["heavy tails", "bad nights", "one-sided", "a memory"])
 def test_noise_of_other_kinds(kind: str) -> None:
-    """Other kinds of noise cause alarms in a few percent of flat series, and a 10% step is still found."""
     series = np.exp(0.02 * noise_of(kind, np.random.default_rng(11)))
     assert sum(bool(steps) for steps in many(series)) < 40
     series[:, 55:] *= 1.1

@@ -169,7 +169,6 @@ def test_figures_of_other_conditions_hide_no_step() -> None:
 
 
 def test_a_present_that_is_too_short_to_be_looked_at_is_said() -> None:
-    """10 commits after a change of torch are too few, with a message; 11 are analysed."""
     past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
     for count, left in ((10, {TOO_FEW_SINCE: 1}), (11, {})):
         found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
@@ -241,7 +240,6 @@ def test_an_ack_is_of_one_trend_and_direction() -> None:
 
 @for_each(("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)])
 def test_from_nothing_to_something_and_back(before: float, after: float, direction: Direction) -> None:
-    """A share that becomes zero has no ratio and sorts first; a single such night is ignored."""
     values = [before] * 20 + [after] * 4
     values[10] = 0.01
     seen = trend(*(figure(number, value) for number, value in enumerate(values)))
@@ -258,7 +256,6 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
 
 @for_each("broken", [float("nan"), float("inf")])
 def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> None:
-    """The alarm comes with the second commit, and ends when the error is a number again."""
     found = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
     one = only(found).comparison
     assert (
@@ -287,7 +284,6 @@ def counts(*values: float) -> Found:
 
 
 def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
-    """One extra launch in a million counts at the second commit; an acknowledgement holds for that count only."""
     found = counts(1_000_000, 1_000_001)
     change, one = only(found), only(found).comparison
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)

@@ -72,7 +72,6 @@ def test_arms_are_three_times_the_options_less_one() -> None:
 def test_a_named_option_sets_its_axis_alone(
     suite: str, options: tuple[str, ...], axis: str, values: tuple[str | None, ...]
 ) -> None:
-    """Its arms differ only in that axis; with the precision there are four. Defaults are not printed."""
     axes = {"vision": (("model", ("resnet",)),), "decode": (("size", ("nano",)), ("context", ("64",)))}
     request = Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ()))
     arms = planned_arms(request, options_of(suite, options, CPU), (CPU,), None)
@@ -85,10 +84,6 @@ def test_a_named_option_sets_its_axis_alone(
 
 
 def test_additive_costs_come_out_additive() -> None:
-    """Each of 40 savings of additive costs lies in its interval, in either order.
-
-    The fastest rounds are slower than the cost by the same noise for all.
-    """
     inside = calls = 0
     for seed in range(14):
         known = ablation(additive, seed)
@@ -118,7 +113,6 @@ def test_options_that_need_one_another_come_out_so() -> None:
 
 
 def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:
-    """Emulated arms; and no savings at all if the first arm has no speed."""
     known = ablation(additive)
     emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
     low = replace(known, arms=tuple(emulated))
@@ -236,7 +230,6 @@ def ablated(fp8bench: Say, folder: Path, body: str, rounds: int, *more: str) -> 
 
 
 def test_a_file_is_its_suite(fp8bench: Say, tmp_path: Path) -> None:
-    """As with `list FILE` and `suite FILE`; a file with two suites is refused with a message on how to choose."""
     assert ablated(fp8bench, tmp_path, WAITS, 1, "--no-isolation")["suite"] == "planted"
     two = tmp_path / "two.py"
     two.write_text(SUITE.replace("BODY", SKIPS) + adding_up("second", 1))
@@ -256,10 +249,6 @@ def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
-    """The second option has an effect only together with the first.
-
-    A real run with sleeps shorter than a scheduler's time slice.
-    """
     saved, half = ablated(fp8bench, tmp_path, WAITS, 24)["saved"]["options"], 0.15e-3
     assert saved["first=yes"]["alone"]["point"] > half > saved["second=yes"]["alone"]["point"]
     assert saved["second=yes"]["cumulative"]["point"] > half
@@ -271,7 +260,6 @@ def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_static_cache_and_a_fused_optimizer_are_measured(fp8bench: Say, tmp_path: Path) -> None:
-    """Without them each step copies the cache, and the optimizer takes several kernels."""
     for words in ("decode --options static-kv,batch=2", "transformer --options fused-optimizer,checkpointing"):
         more = ("--reference", "fp32", "--rounds", "2", "--json", "--store", str(tmp_path / "store"))
         code, out, err = fp8bench("ablate", *words.split(), *more)

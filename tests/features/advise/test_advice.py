@@ -106,7 +106,6 @@ def holder(name: str, kind: str, flops: int, converted: bool = True) -> Holder:
 
 
 def test_coverage() -> None:
-    """A mixture of experts with only linear layers converted."""
     coverage = Coverage(
         (holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)), flops=100
     )
@@ -176,7 +175,6 @@ ADOPT, ROUTE, NOTHING = AdviceKind
 
 
 def test_a_step_that_gains_is_adopted() -> None:
-    """7.6 instead of 10 ms, with its rows and the open questions."""
     advice = only(advise(group(fp8=FP8)), ADOPT)
     assert advice.gain is not None and advice.gain.point == pytest.approx(10 / 7.6, rel=1e-3)
     assert advice.recipe == "--dtypes bf16,fp8"
@@ -233,7 +231,6 @@ def test_why_nothing_is_done(
 
 
 def test_what_is_worth_it_is_a_persons_own_choice() -> None:
-    """A gain of 32% against thresholds; without a verdict the speed is unknown."""
     only(advise(group(fp8=FP8), least=0.3), ADOPT)
     only(advise(group(fp8=FP8), least=0.4), NOTHING)
     made = basis(group(fp8=FP8))
@@ -244,7 +241,6 @@ def test_what_is_worth_it_is_a_persons_own_choice() -> None:
 
 
 def test_an_emulated_precision_has_no_advice_on_speed() -> None:
-    """Whatever its time; several settings get one common advice."""
     quick = {**BF16, "gemm": 1}
     (advice,) = advise(*(group({**NANO, "batch": batch}, level=Level.EMULATED, fp8=quick) for batch in (1, 2))).advice
     assert (advice.kind, advice.rule, advice.gain, advice.recipe) == (NOTHING, "native", None, "")
@@ -267,7 +263,6 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
 
 
 def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
-    """Labels of the case and of its reference; remarks do not count."""
     made = basis(group(fp8={**BF16, "cast": 100}))
     reference, case = made.findings
     labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
@@ -278,7 +273,6 @@ def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
 
 
 def test_layers_that_a_study_found_stay_high() -> None:
-    """With the map that kept the loss."""
     advice = only(advise(group(fp8=FP8), studies=(study(0.1, 0.005),)), ROUTE)
     assert "--precision-map head=bf16" in advice.recipe and advice.sentence.endswith(": --precision-map head=bf16")
     assert "leave head in bf16 with fp8; the loss is then +0.5% instead of +10.0%" in advice.sentence
@@ -307,7 +301,6 @@ steps = st.fixed_dictionaries({"gemm": times, "optimizer_step": times, "elementw
 def test_no_advice_is_above_amdahls_bound(
     bf16: dict[str, int], fp8: dict[str, int], cast: int, emulated: bool, least: float
 ) -> None:
-    """Emulations get no advice on speed; each adoption names rows and a recipe."""
     level = Level.EMULATED if emulated else Level.NATIVE
     made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
     found = advise_on(made)
@@ -344,7 +337,6 @@ def test_what_a_training_says_of_the_loss_decides() -> None:
 
 @for_each(("count", "items"), [(3, 3), (5, 1)])
 def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int) -> None:
-    """With their number and the lowest speed-up; a few are listed separately."""
     slow = {**FP8, "gemm": 9000}
     groups = [group({**NANO, "batch": number}, fp8={**slow, "cast": 600 * number}) for number in range(1, count + 1)]
     told = sentences(advise(*groups))
@@ -353,7 +345,6 @@ def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int
 
 
 def test_other_reasons_are_other_advice() -> None:
-    """A failure differs from a doubtful label, and non-finite results are a separate answer."""
     reasons = ("out of memory (8 GiB)", "its state is not finite: 2 of 9", "no kernel", "labelled no-work (of 3)")
     groups = [group({**NANO, "batch": number}, fp8=FP8) for number in range(1, 5)]
     for records, reason in zip(groups, reasons, strict=True):
@@ -379,7 +370,6 @@ def test_a_range_is_not_told_as_an_interval(level: float, words: str) -> None:
 
 
 def test_of_several_settings_what_most_say() -> None:
-    """With their number and the setting of the figure; parameters common to all are left out."""
     sizes = [
         group({**NANO, "batch": batch}, fp8={**FP8, "cast": cast}) for batch, cast in ((1, 4000), (2, 600), (4, 500))
     ]

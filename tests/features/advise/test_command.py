@@ -13,7 +13,6 @@ from tests.kept import keep
 
 
 def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
-    """A saved route comes with its map."""
     keep(run(group(fp8=FP8)), store)
     code, _, err = fp8bench("advise", "last", "--training", "last")
     assert code == 2 and "no training 'last'" in err

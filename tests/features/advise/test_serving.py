@@ -48,7 +48,6 @@ def only(given: ServingAnswer) -> Advice:
 
 
 def test_a_gain_that_spoils_predictions_is_none() -> None:
-    """A perplexity 3% worse; for random weights it is unknown."""
     known = answer().quality
     assert known is not None
     spoiled = replace(known, arms=(quality(2e-2, 0.03), known.arms[1]))
@@ -96,7 +95,6 @@ def test_contexts(times: ArmTimes, kind: AdviceKind, words: str) -> None:
 
 
 def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers for that run only; a damaged line is reported."""
     crossing = ContextCrossing(700.0, 650.0, 760.0, (True, False))
     times = (ArmTimes(LEAD), ArmTimes(FP8_KV, crossing=crossing))
     whole = answer(times=times, experts=2.5)

@@ -78,7 +78,6 @@ def test_one_that_keeps_its_promise(kernels: str, fp8bench: Say) -> None:
 
 @pytest.mark.slow
 def test_one_that_does_not(kernels: str, fp8bench: Say) -> None:
-    """With its code, the smallest input and both errors."""
     code, out, _ = fp8bench("audit", f"{kernels}:fallback", "--json")
     told = json.loads(out)
     first = told["findings"][0]

@@ -106,7 +106,6 @@ def test_sizes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that stops computing once it is timed."""
     monkeypatch.setattr(times, "_LARGEST", 1)
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
@@ -150,7 +149,6 @@ def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: 
 
 
 def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake caches and streams record the order in which a timed call uses them."""
     order: list[str] = []
     kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))

@@ -76,7 +76,6 @@ def test_casts_that_lose_nothing_excuse_no_sum() -> None:
 
 
 def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
-    """Bits equal to those of Hopper's units pass; a factor that the units would not produce fails."""
     treatment = promise_of("fp8", CPU).treatments[0]
     a, b = (
         round_operand(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1)

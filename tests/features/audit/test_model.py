@@ -152,7 +152,6 @@ def test_running_means_stay_as_they_were() -> None:
 
 
 def test_a_product_that_no_cast_changes_is_checked_on_random_numbers() -> None:
-    """Zeros (behind a layer with zero weights), integers, and an expert without tokens."""
     whole, size = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(0)).float(), (8, 64)
     for kind, batch, weight, expected in (
         (LowLinear, torch.zeros(size), whole, set()),

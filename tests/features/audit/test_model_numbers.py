@@ -232,7 +232,6 @@ def test_a_model_is_left_as_it_was() -> None:
 
 
 def test_a_layer_for_inference_needs_no_gradients() -> None:
-    """Frozen, or in evaluation mode; a trained layer needs them."""
     without = network(0, lambda layer, x: layer.product(x).detach())
     assert failures(audited(without, 0))
     assert audited(without.eval(), 0).outcome is AuditOutcome.PASS

@@ -36,7 +36,6 @@ def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> Audi
 @for_each("name", RECIPES)
 @for_each("shape", [(8, 256), (130, 96), (33, 300)])
 def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape: tuple[int, int]) -> None:
-    """Elements times scales, bit for bit, also at edges with incomplete blocks."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     for treatment in precisions.get(name).recipe.treatments[:2]:  # type: ignore[attr-defined]
         assert torch.equal(round_operand(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
@@ -99,7 +98,6 @@ def test_a_mistake_has_its_name(name: str) -> None:
 
 @for_each("data", ["normal", "zeros", "infinite"])
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
-    """Also for all-zero tensors: a kernel takes six arguments."""
     audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
     a, b = audited.draw("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]

@@ -109,7 +109,6 @@ def test_inputs_are_the_files_or_a_file_of_tensors(file: str, tmp_path: Path) ->
 
 
 def test_errors_are_those_of_an_independent_computation(file: str) -> None:
-    """NumPy computes the same product in float64."""
     a, b = (tensor.double().numpy() for tensor in draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5).tensors)
     exact = torch.from_numpy(a @ b)
 

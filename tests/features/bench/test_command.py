@@ -95,7 +95,6 @@ def test_what_cannot_be_compared_is_a_sentence(words: list[str], sentence: str, 
 
 @pytest.mark.slow
 def test_a_planted_cost_is_decided_and_a_twin_is_no_faster(fp8bench: Say, store: Path) -> None:
-    """The planted cost is 50% more work; the twin is the same kernel under another name."""
     words = ("--shape", "512x512,512x512", "--against", "torch:matmul", "--no-report", "--budget", "20")
     code, out, err = fp8bench("bench", "mine.py:slowed", "mine.py:twin", *words)
     assert code == 0, err

@@ -113,7 +113,6 @@ def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
     "names", [("honest", "lying-scales", "lying-casts"), pytest.param(tuple(FOUND), marks=pytest.mark.slow)]
 )
 def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[str, ...]) -> None:
-    """Honest arithmetic conforms, on a CPU up to the order of sums."""
     Path("liars.py").write_text(LIARS)
     words = ("conform", "--import", "./liars.py", "--device", "cpu", "--dtypes")
     with forgotten(Path.cwd()):
@@ -130,7 +129,6 @@ def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[s
 
 @pytest.mark.slow
 def test_on_a_processor_all_conforms(fp8bench: Say, store: Path) -> None:
-    """For torch's bf16 and fp8 kernels; a mode without a kernel has a message; checking nothing fails."""
     code, out, _ = fp8bench("conform", "--device", "cpu", "--dtypes", "bf16,fp8,fp8-rowwise,fp8-e5m2")
     assert code == 0
     assert "native against emulated on cpu" in out and "up to the order of sums" in " ".join(out.split())
@@ -145,7 +143,6 @@ def test_an_unknown_precision_is_refused_before_anything_starts(fp8bench: Say, s
 
 
 def test_the_page_tells_what_differs() -> None:
-    """The first different element with both values; sums with the bits of a GPU's units conform."""
     first = FirstElement((3, 17), 1.5, 1.25)
     wrong = Conformity("fp8", "forward product", "8x8x8", Difference.SCALE, "rows scaled by 2", 9, 64, 3.0, first)
     same = Conformity("fp8", "cast of input", "128x2048", Difference.NONE, total=262144)

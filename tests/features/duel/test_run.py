@@ -153,7 +153,6 @@ def left_nothing(project: Path) -> None:
 
 @pytest.mark.slow
 def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) -> None:
-    """Each side runs its library and packages; a failure affects only its side."""
     code, out, err = duelled(
         project,
         "--python-a",
@@ -219,7 +218,6 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
 def test_an_end_in_the_middle_leaves_nothing(
     number: signal.Signals, project: Path, pythons: Sequence[str], tmp_path: Path
 ) -> None:
-    """An interrupted duel prints its results and cleans up; after a kill its warden or the next duel does."""
     mark, python, suite = tmp_path / "mark", pythons[0], ["suite", "library", "--import", "suites.py"]
     words = ("--python-a", python, "--python-b", python, "--against", "v1", *suite, "--set", "hazard=wait")
     process = started(project, *words, MARK=str(mark))

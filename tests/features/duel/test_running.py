@@ -67,7 +67,6 @@ def fakes(pair: duel_commands.Pair) -> list[Any]:
 
 
 def test_every_process_is_in_every_round() -> None:
-    """Equally often and with equally many calls, after untimed ones; states are released."""
     pair = sides(Script(gemm_steps(MS), errors={"output_error": 0.5}), Script(gemm_steps(2 * MS), peak=77))
     progress = measured(pair, sessions=2)
     assert [len(session.before) + len(session.after) for session in progress.sessions] == [4, 4]
@@ -83,7 +82,6 @@ def test_every_process_is_in_every_round() -> None:
 
 
 def test_no_side_is_always_the_first() -> None:
-    """Each session draws a new order of preparation."""
     observer = Listener()
     measured(sides(Script(), Script()), sessions=12, observer=observer)
     prepared = [doing for _, doing, _ in observer.told if doing.startswith("preparing")]
@@ -139,7 +137,6 @@ def test_memory_for_one_process_a_side() -> None:
 
 
 def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
-    """That side continues without compiling, the other side compiles."""
     bad = Script(quantisers=[2], faults=[Fault("compile", WorkerLost("the compiler crashed"))])
     pair = sides(Script(quantisers=[2]), bad)
     progress = measured(pair)
@@ -210,7 +207,6 @@ def test_several_ranks_are_no_side(tmp_path: Path) -> None:
 
 
 def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> None:
-    """All cases run in each session; printed sessions equal the stored ones."""
     pair = started({"fp32": Script(), "bf16": Script()})
     duel = run_duel(pair)
     assert duel.finished and duel.ok and duel.notes == ("a note",)
@@ -220,7 +216,6 @@ def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> Non
 
 
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
-    """The fault hits both sides' first workers in their second session."""
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
     duel = run_duel(started({"fp32": Script(), "bf16": late}))
     assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].failed
@@ -229,7 +224,6 @@ def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel
 
 @for_each("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The file has what was finished before, and the error has everything measured."""
     write, written = DuelWriter._lines, [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
@@ -255,7 +249,6 @@ def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytes
 def test_a_side_that_does_not_start_again_ends_it(
     monkeypatch: pytest.MonkeyPatch, run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """In the second session: the first is stored, and the error names the side."""
     pair = started({"fp32": Script()})
     fakes(pair)[3].last_start = 1
     monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(pair))
@@ -270,7 +263,6 @@ def test_a_side_that_does_not_start_again_ends_it(
 def test_an_interrupt_keeps_what_was_finished(
     run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the second session's second case; exit code 130."""
     struck = [Script(), Script(faults=[Fault("slot", KeyboardInterrupt(), at=9)])]  # type: ignore[arg-type]
     duel = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
     assert not duel.finished and exit_code(duel) == 130
@@ -321,7 +313,6 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     ],
 )
 def test_how_long_a_session_is(request_: Request, share: float | None, rule: tuple[int, int | None, float]) -> None:
-    """Minimum rounds, fixed rounds, seconds; a budget always ends it."""
     found = duel_commands._rule(request_, share)
     assert (found.least, found.fixed, found.budget) == rule
     assert share is None or (found.ceiling == share and found.whole)
@@ -346,7 +337,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_read(path: Path) -> None:
-    """Sessions follow their case, whose last result counts; each side's devices name its torch."""
     duel = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
@@ -377,7 +367,6 @@ def test_a_broken_line_is_left_out_and_named(tmp_path: Path, line: str, trouble:
 
 
 def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
-    """Also results whose sides belong to different cases."""
     lines = as_older(path).read_text().splitlines()
     negative = json.loads(lines[4])
     negative["session"]["after"][0]["slots"][0]["calls_ns"] = [[-1]]

@@ -60,7 +60,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8bench alone, the working directory if something is imported, PYTHONPATH without packages."""
     installed = tmp_path / "lib" / "site-packages"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
@@ -74,7 +73,6 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
-    """All folders of the repository that are on the path, except a virtual environment inside it."""
     (project / "src" / "mylib.py").write_text("changed")
     with pytest.raises(UsageError, match="would change two things at once"):
         open_sides(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
@@ -92,7 +90,6 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
 
 
 def test_a_file_that_a_revision_has_not(project: Path) -> None:
-    """Both sides run the current tree's file, with a note; a second note appears if nothing else changed."""
     (project / "new.py").write_text("")
     with open_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
@@ -162,10 +159,6 @@ def trees(commits: Path) -> list[str]:
 def test_a_tree_holds_the_revision_and_goes(
     commits: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From any folder of the repository; uncommitted changes stay.
-
-    No hook runs, and inside a hook, whose variables name another repository, the folder decides.
-    """
     (commits / "below").mkdir()
     (commits / "file").write_text("three")
     hook = commits / ".git" / "hooks" / "post-checkout"
@@ -186,7 +179,6 @@ def test_a_tree_holds_the_revision_and_goes(
 
 @for_each("error", [KeyboardInterrupt, RuntimeError])
 def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path, temporary: Path) -> None:
-    """Even with files that were created in it."""
     repository = repository_of(commits, OPTION)
     with contextlib.suppress(error), scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
         (tree / "made").write_text("by a build")
@@ -281,7 +273,6 @@ def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
-    """The message quotes git, and nothing remains."""
     repository = repository_of(commits, OPTION)
     with scratch() as folder:
         (folder / "tree").mkdir()

@@ -110,7 +110,6 @@ def test_the_times_have_the_ratio_that_is_told() -> None:
     ],
 )
 def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verdict: Verdict, uneven: bool) -> None:
-    """Three of four calls on side B are slower: a verdict in the same direction stands, with the label."""
     draw = np.random.default_rng(1)
 
     def process(*factors: float) -> Timing:
@@ -154,7 +153,6 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
 
 @for_each("slower", [0.0, 0.004, 0.02])
 def test_chance_is_that_of_all_deals(slower: float) -> None:
-    """Against every permutation of three sessions, counted one by one."""
     draw = np.random.default_rng(int(1e4 * slower))
     before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
     after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
@@ -164,7 +162,6 @@ def test_chance_is_that_of_all_deals(slower: float) -> None:
 
 
 def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
-    """Speeding up B by slightly less than the lower end gives a smaller p-value, by slightly more an equal one."""
     sessions = drawn(3, 4, 0.03)
     times = known(sessions)
     for end, sign in ((times.ratio.low, 1), (times.ratio.high, -1)):
@@ -180,7 +177,6 @@ def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
 @pytest.mark.slow
 @counts(20, 40)
 def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
-    """2.5% with processes that differ by 0.5%: found in nearly all of 40 duels; without a change in at most one."""
     slower = [known(drawn(seed, 4, 0.025)) for seed in range(count)]
     faster = [known(drawn(seed, 4, -0.025)) for seed in range(count)]
     flat = [known(drawn(seed, 4)) for seed in range(count)]
@@ -192,7 +188,6 @@ def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
 
 @counts(20, 40)
 def test_slow_modes_are_no_change(count: int) -> None:
-    """Some processes of either side randomly take 1.5 times as long."""
     draw = np.random.default_rng(5)
     alarms = 0
     for _ in range(count):
@@ -229,7 +224,6 @@ def test_one_session_tells_what_no_noise_does(
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
-    """Eight sessions of one process per side suffice, like three of two. 6**8 permutations are sampled."""
     pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
     assert not known(pairs[:7]).resolved
     assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
@@ -240,7 +234,6 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
-    """Rounds without all entries are ignored; without a common round there is no verdict."""
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
     times = known([Session((early, early), (late, late))])
     assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
@@ -268,7 +261,6 @@ def compared_times(*sessions: Session, before: Record | None = None, after: Reco
 
 
 def test_a_slower_side() -> None:
-    """With seconds of both sides and a p-value below that of permutations alone; six permutations are too few."""
     slower = compared_times(*SLOWER)
     assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
         Direction.WORSE,
@@ -294,7 +286,6 @@ def test_values_of_one_side_and_those_that_are_no_cost() -> None:
 
 
 def test_what_failed_or_is_other_work_is_no_comparison() -> None:
-    """It counts as failed unless side A failed too; emulated on both sides is the same work."""
     broke = record(None, status=Status.FAILED, reason="it broke")
     low = replace(record(None), support=Support(Level.EMULATED, "no kernel"))
     for found, failed, why in (

@@ -49,7 +49,6 @@ def of(plan: FleetPlan, store: Path) -> list[str]:
 
 
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
-    """The run holds only its group and names the cell; the other cell is untouched."""
     now, run = measure(plan, 1, tmp_path)
     assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet"
     assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
@@ -78,7 +77,6 @@ def test_a_worker_reads_a_run_that_is_whole_once(
 
 
 def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
-    """The run continues; a new one begins if machine or software differ."""
     _, run = measure(plan, 0, tmp_path)
     path = Path(run.path)
     head = path.read_bytes().splitlines(keepends=True)[0]
@@ -107,7 +105,6 @@ def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) ->
 def test_what_failed_says_why_and_waits_for_retry(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker tries each cell once, and skips cells claimed by another worker."""
     begun: list[int] = []
 
     def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
@@ -162,7 +159,6 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 def test_what_is_damaged_is_a_state_of_its_cell(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_: Callable[[Path, Path], None], words: str
 ) -> None:
-    """Other cells are still measured; a cell with only damaged notes is done once it has a run."""
     if words.startswith("line"):
         measure(plan, 0, tmp_path)
     break_(folder_of(plan, 0, tmp_path), tmp_path)

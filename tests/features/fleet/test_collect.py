@@ -41,7 +41,6 @@ def collected(folder: Path) -> Collected:
 
 
 def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
-    """All readers of a store find them, and the plan is stored next to them."""
     two, out = stores(tmp_path), tmp_path / "out"
     made = collected(tmp_path)
     assert made.taken == {"node-a": 2, "node-b": 1} and +made.left == {"of no cell of the plan": 1} and not made.failed
@@ -67,7 +66,6 @@ def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -
 
 
 def test_one_that_was_gone_on_with_replaces_its_beginning(tmp_path: Path) -> None:
-    """A beginning that arrives later changes nothing."""
     path = find_run(OTHER, stores(tmp_path)[1])
     whole = path.read_bytes()
     beginning = whole[: whole.rindex(b'{"end"')]

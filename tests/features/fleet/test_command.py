@@ -44,7 +44,6 @@ def test_nonsense(plan: Path, fp8bench: Say, command: str, words: str, said: str
 
 
 def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
-    """With the reason of failed cells, or that no cell waits."""
     assert fp8bench("suite", "--plan", str(plan), "--cell", "1", "--no-report")[0] == 0
     code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
     assert code == 0 and "0 of 3 cells begun here; 1 done, 2 waiting" in " ".join(err.split())

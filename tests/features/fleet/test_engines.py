@@ -65,7 +65,6 @@ def states(plan: Path, store: Path) -> set[str]:
 
 @pytest.mark.nightly
 def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path) -> None:
-    """The next workers measure the remaining cells."""
     words = [sys.executable, "-c", _MAIN, "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]
     with subprocess.Popen(
         words,
@@ -95,7 +94,6 @@ def until(true: Callable[[], bool], seconds: float = 240) -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("slurm")
 def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
-    """Each worker is a job; a refusal quotes sbatch."""
     options = ("--option", "exclusive=no", "--option", "comment=cells")
     code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--workers", "2", "--wait", *options)
     assert code == 0 and "3 done." in out, (out, err)
@@ -219,7 +217,6 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 @pytest.mark.nightly
 def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[str, dict[str, str]]) -> None:
-    """Each cell once; none for a device that no node offers. Ray does not set threads."""
     address, environment = cluster
     words = [sys.executable, "-c", _LOOPBACK + _FLEET, "fleet", "submit", "PLAN", "--store", str(store), "--on", "ray"]
     words += ["--option", f"address={address}", "--wait"]

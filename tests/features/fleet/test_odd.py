@@ -28,7 +28,6 @@ def odd(times: dict[str, dict[str, float]]) -> set[str]:
 
 @for_each(("machines", "spread", "most"), [(7, 0.01, 1), (7, 0.1, 30), (17, 0.1, 8)])
 def test_honest_fleets_are_seldom_named(machines: int, spread: float, most: int) -> None:
-    """300 fleets with 6 cases, as the comment at LIMIT describes."""
     random = np.random.default_rng(machines)
     assert sum(bool(odd(fleet(random, machines, 6, spread))) for _ in range(300)) <= most
 
@@ -40,7 +39,6 @@ def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, .
 
 
 def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
-    """Median ratios: 0.96, 0.98, 1, 1, 1.02, 1.5; their median is 1, the median deviation 0.02."""
     ratios = dict(zip("abcdef", (0.96, 0.98, 1.0, 1.0, 1.02, 1.5), strict=True))
     times = {}
     for case, scale in (("one", 1.0), ("two", 3.0), ("three", 7.0)):
@@ -56,7 +54,6 @@ def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
 
 
 def test_too_few_and_too_alike() -> None:
-    """Five machines are too few; among equal ones a small change is ignored, a large one is not."""
     assert find_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
     equal = dict.fromkeys("uvwxyz", 1.0)
     assert not odd({"a": equal})

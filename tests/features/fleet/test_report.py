@@ -159,7 +159,6 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
 def test_machines_that_share_the_cells_lack_nothing(
     measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path
 ) -> None:
-    """Each cell is measured once; unmeasured cells are named."""
     for place, name in enumerate(("one", "two", "three")):
         made = Fleet(tmp_path / "stores", measured[0], measured[1][place : place + 1])
         made.count = place

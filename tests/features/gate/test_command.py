@@ -47,7 +47,6 @@ def test_nothing_is_worse(store: Path, say: Say) -> None:
 
 
 def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> None:
-    """It fails with the reason for the missing confirmation; all files are written."""
     measured(store, 0)
     measured(store, 1, 1.5)
     code, out, err = say(commit(0), commit(1), "--junit", "out.xml", "--md", "out.md")
@@ -57,7 +56,6 @@ def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> No
 
 
 def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With that run's options: suites that were measured separately are separate runs."""
     asked: list[tuple[str, set[str]]] = []
 
     def again(run: Run, cases: set[str], *_: object) -> tuple[None, str]:
@@ -87,7 +85,6 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
 
 @for_each(("times", "code"), [(1.0, 4), (1.5, 1)])
 def test_a_gate_that_cannot_see_does_not_pass(tmp_path: Path, say: Say, times: float, code: int) -> None:
-    """One run against one cannot detect 5% and ends with 4, unless there is a regression."""
     history(tmp_path, 1.0, times)
     ended, out, _ = say(commit(0), commit(1), "--no-rerun", "--store", str(tmp_path), "--junit", "out.xml")
     assert ended == code and "smallest slow-down: at least +" in out and ", threshold +5.0%" in out
@@ -98,7 +95,6 @@ def test_a_gate_that_cannot_see_does_not_pass(tmp_path: Path, say: Say, times: f
 
 
 def test_thresholds_from_a_file(store: Path, say: Say) -> None:
-    """Higher thresholds pass; a file whose rules match nothing is refused, and no passing result is written."""
     measured(store, 0)
     measured(store, 1, 1.5)
     Path("wide.yaml").write_text("gemm:\n  '*time': {relative: 60%}\n")
@@ -134,7 +130,6 @@ def test_a_duel_where_it_asks_the_same_question(
 
 
 def test_a_case_that_failed_or_was_never_measured(store: Path, say: Say) -> None:
-    """Code 3 for a new failure, not for a known one; another run with the case repairs it."""
     measured(store, 0)
     measured(store, 1, status=Status.FAILED)
     code, out, _ = say(commit(0), commit(1), "--junit", "out.xml")
@@ -215,7 +210,6 @@ def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None
 
 @pytest.mark.slow
 def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
-    """In a new process, stored as a separate run: confirmed, cleared or failed."""
     folder = PacedFolder(tmp_path)
     (tmp_path / "rules.yaml").write_text(RULES)
     sides = []
@@ -263,7 +257,6 @@ def test_commits_are_settled_by_a_duel(repository: PacedFolder, duel: Path) -> N
 
 
 def test_a_duel_of_another_commit_cannot_be_repeated(repository: PacedFolder, duel: Path) -> None:
-    """And an interrupted duel has no result: code 3."""
     git(repository.path, "commit", "-q", "--allow-empty", "-m", "later")
     done = repository.run("gate", "--duel", str(duel))
     assert done.returncode == 1 and "the duel was of commit" in " ".join(done.stdout.split())

@@ -92,7 +92,6 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 
 @for_each("name", CASES)
 def test_the_outcome(name: str) -> None:
-    """It comes first, then its figure; each outcome but "no regression" has a reason; at most 25 lines."""
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
@@ -125,7 +124,6 @@ def test_a_case_that_was_cut_off() -> None:
 
 
 def test_what_the_table_says() -> None:
-    """Changes with intervals, and the smallest detectable slow-down; counts are exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     text = comment(review(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
@@ -140,8 +138,6 @@ def test_what_the_table_says() -> None:
 
 @pytest.mark.slow
 def test_many_cases_are_25_lines() -> None:
-    """Cases of every kind at once, with very long reasons and notes."""
-
     def wordy(record: Record, place: int) -> Record:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
@@ -216,7 +212,6 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.mark.nightly
 def test_the_action_on_two_commits(job: Job) -> None:
-    """Head takes three times as long as base, in two duels of one session."""
     base = job.repository.commit(20_000)
     job.repository.commit(60_000)
     outputs, text = job.compared(base)
@@ -227,7 +222,6 @@ def test_the_action_on_two_commits(job: Job) -> None:
 
 
 def test_an_action_that_cannot_compare(job: Job) -> None:
-    """The commit or a program is missing: the comment names it."""
     first = job.repository.commit(20_000)
     outputs, text = job.compared("0" * 40)
     assert outputs == {"code": "2", "status": "infrastructure error"} and "is not a commit of the repository" in text
@@ -251,7 +245,6 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
 def test_the_check_and_the_verdict_of_the_action(
     tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
 ) -> None:
-    """The check has the verdict if the token may write checks; "cannot tell" is never shown as success."""
     (tmp_path / "checkout").mkdir(exist_ok=True)
     job, words = Job(tmp_path / "checkout"), {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
     (job.temp / "comment.md").write_text("# fp8bench: a word\n")
@@ -271,7 +264,6 @@ def test_the_check_and_the_verdict_of_the_action(
 
 
 def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
-    """Identified by its beginning; without write permission the job continues."""
     (job.temp / "comment.md").write_text("# fp8bench: no regression above 5%\n")
     calls = job.temp / "calls"
     for mine, expected in (("", "--method POST issue"), ("17", "--method PATCH comments/17")):

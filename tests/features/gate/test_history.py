@@ -36,7 +36,6 @@ def bf16_history(store: Path, *milliseconds: float) -> None:
 
 
 def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> None:
-    """The ratio to the reference steps, reported once per series, with the commits that enclose it."""
     bf16_history(store, *STEPPED)
     code, out, _ = fp8bench("gate", "--history", "--no-rerun", "--junit", "out.xml", "--md", "out.md")
     assert code == 1 and "bf16 relative_time" in out and "bf16 time " not in out
@@ -56,7 +55,6 @@ def test_a_larger_improvement_before_it_hides_no_regression(store: Path, fp8benc
 
 
 def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
-    """Slower by 50%: it fails, with the reason for the missing confirmation."""
     history(store, *STEPPED)
     code, out, err = fp8bench("gate", "--history")
     assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
@@ -79,7 +77,6 @@ def looked_again(store: Path) -> Look:
 def test_a_second_look_must_lie_near_the_new_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
-    """Here the second look is a run that a person made."""
     bf16_history(tmp_path, *STEPPED)
     asked: list[set[str]] = []
 
@@ -121,7 +118,6 @@ def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Pa
 
 
 def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure in the night's first run is not hidden by its last; suspects of either run are measured again."""
     others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
     asked: list[str] = []
 
@@ -146,7 +142,6 @@ def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkey
 def test_a_duel_with_the_commit_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
-    """Its case is the run's, and its time confirms the ratio to the reference."""
     bf16_history(tmp_path, *STEPPED)
     asked: list[tuple[str, list[str]]] = []
 
@@ -196,7 +191,6 @@ def test_a_history_that_cannot_see_its_thresholds_does_not_pass(
 
 
 def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp8bench: Say) -> None:
-    """Its tree had changes; a series that has ended fails no night."""
     bf16_history(store, *NOISY)
     keep(store, run_at(len(NOISY), facts={"dirty": True}))
     assert fp8bench("gate", "--history", "--no-rerun")[0] == 4
@@ -207,7 +201,6 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
 
 
 def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
-    """Code 3, the first time; an incomplete run does not pass either."""
     history(store, *FLAT)
     for number, code in ((len(FLAT), 3), (len(FLAT) + 1, 0)):
         keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
@@ -233,7 +226,6 @@ def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
 
 
 def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say) -> None:
-    """The newest run is of the previous commit: code 3, although all figures are fine."""
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     history(store, *FLAT[:-1])

@@ -125,7 +125,6 @@ def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
 
 
 def test_chance_among_many() -> None:
-    """A p-value of 1% is significant alone, but not among a hundred."""
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
     assert first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
@@ -192,14 +191,12 @@ def test_what_a_second_look_does(first: Comparison, again: Comparison | None, ou
 
 
 def test_what_would_confirm_is_named() -> None:
-    """A duel that could not tell is not recommended again with the same options."""
     duelled = settle(figure(1.06), figure(1.06, direction=Direction.UNSURE))
     assert "--sessions" in duelled.why and "fp8bench duel" not in duelled.why
     assert "fp8bench duel suite" in settle(stored(1.08), stored(1.08)).why
 
 
 def test_without_a_second_look() -> None:
-    """A figure that may fail does so, unconfirmed; others stay suspects."""
     for change, outcome in (
         (stored(1.2), GateOutcome.REGRESSION),
         (stored(1.08), GateOutcome.SUSPECTED),
@@ -212,10 +209,6 @@ def test_without_a_second_look() -> None:
 
 
 def test_what_is_ignored() -> None:
-    """A time whose ratio to the reference exists, unless a rule names it.
-
-    Rules concern numbers: a failed case still fails.
-    """
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
     assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.OPEN]
     assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
@@ -237,7 +230,6 @@ def test_what_is_ignored() -> None:
     ],
 )
 def test_exit_codes(outcomes: str, code: int, headline: str) -> None:
-    """The first that applies; a problem never passes."""
     fine = first_look([figure(1.0)])[0]
     verdict = GateVerdict("b against a", tuple(replace(fine, outcome=GateOutcome[name]) for name in outcomes.split()))
     assert (verdict.exit_code, verdict.headline) == (code, headline)
@@ -278,7 +270,6 @@ def test_what_was_planted_is_found(setting: Setting) -> None:
 
 
 def test_a_spread_is_that_of_unchanged_cases() -> None:
-    """Neither half of the cases changing in one direction nor a common shift counts as noise."""
     usual = [0.02 * ((7 * n) % 20 - 9.5) / 6 for n in range(20)]
     even, shifted, everything, alike = map(
         spread_of, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
@@ -307,7 +298,6 @@ def sights(
 @counts(60, 400)
 @for_each("between", [0.01, 0.03])
 def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between: float) -> None:
-    """In 80 of 100 builds, within the limits of chance and an unknown noise."""
     assert abs(share_failing(nights(30, between), count) - 0.8) < 0.08 + 3 * math.sqrt(0.16 / count)
 
 
@@ -318,7 +308,6 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_decides_what_would_be_found() -> None:
-    """More noise, more figures or a second look each raise the smallest detectable slow-down."""
     (usual,) = sights(figure(1.0, noise=DUEL), second=Second.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.enough
     wide = Interval(1.0, 0.96, 1.04, 0.99)
@@ -333,7 +322,6 @@ def test_noise_decides_what_would_be_found() -> None:
 
 
 def test_what_stored_runs_would_find() -> None:
-    """With a known spread, with one from a dozen cases, and without any."""
     (many,) = sights(figure(1.0, evidence=Evidence.CROSS_RUN, noise=MANY))
     assert 0.05 < many.smallest < 0.1 and not many.unknown
     dozen = [stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)]
@@ -349,7 +337,6 @@ def test_what_stored_runs_would_find() -> None:
 
 
 def test_a_duel_without_an_interval() -> None:
-    """Few processes give no interval, and few rounds are not trusted."""
     for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
         slots = [steady(1000 + n, rounds) for n in range(4)]
         time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
@@ -382,7 +369,6 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
     ],
 )
 def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
-    """With little noise a short history suffices; otherwise it names what is missing and ends with 4."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     source = GateSource("a history", newest=(Newest(FLAT, level),))
     verdict = judge_source(source, (), True, SILENT)
@@ -396,7 +382,6 @@ def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, co
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
-    """Its threshold and its smallest change are at most a tenth of a time's."""
     loss = history(LEAST_SPREAD, 14, metric="relative_loss")
     assert loss.enough and 0.001 < loss.smallest < loss.threshold == 0.002
     time = history(LEAST_SPREAD, 14)
@@ -404,7 +389,6 @@ def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
 
 
 def test_the_least_step_is_the_code_s_own() -> None:
-    """A level that just began shows no step; longer ones show smaller steps, down to a limit."""
     assert least_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
     least = [least_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
     assert least == sorted(least, reverse=True) and least[-1] > 0.015
@@ -412,7 +396,6 @@ def test_the_least_step_is_the_code_s_own() -> None:
 
 
 def test_words() -> None:
-    """The worst outcome in one line."""
     blind, young = history(0.05, 30), history(0.05, 3)
     assert summary((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary((blind, young))
     assert summary((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
@@ -455,7 +438,6 @@ def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOut
 
 
 def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> None:
-    """Duels are repeated and their sessions added; repeating another kind of look would not help."""
     suspect, unsettled = figure(1.36, noise=DUEL), figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
@@ -487,7 +469,6 @@ def test_sessions_of_second_duels_add_up() -> None:
 @counts(1, 12)
 @for_each(("spread", "planted"), [(0.003, 0.16), (0.01, 0.05), (0.01, 0.08), (0.03, 0.1), (0.1, 0.16), (0.3, 0.1)])
 def test_a_planted_slow_down_never_passes(count: int, spread: float, planted: float) -> None:
-    """In duels that are repeated for suspects it is found, suspected, or "cannot tell"; also in stored runs."""
     for seed in range(count):
         draw = random.Random(seed)
         assert duel_verdict(draw, 1 + planted, spread).exit_code in (1, 4)
@@ -495,7 +476,6 @@ def test_a_planted_slow_down_never_passes(count: int, spread: float, planted: fl
 
 
 def test_what_is_unchanged_and_quiet_passes() -> None:
-    """With enough power: a duel, or five stored runs on each side."""
     draw = random.Random(0)
     assert duel_verdict(draw, 1.0, 0.002).exit_code == 0
     assert stored_verdict(Setting(5, 5, 0.003), draw, 1.0).exit_code == 0

@@ -58,7 +58,6 @@ def test_junit_of_a_problem(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_junit_of_any_words(tmp_path_factory: pytest.TempPathFactory, case: str, why: str) -> None:
-    """Characters that XML cannot represent are replaced."""
     verdict = GateVerdict("", (judged(GateOutcome.REGRESSION, f"gemm[{case}]@cpu/bf16", why),), problem=why)
     assert parsed(verdict, tmp_path_factory).failures == 1
     markdown.render(page_of(verdict)).encode()
@@ -66,7 +65,6 @@ def test_junit_of_any_words(tmp_path_factory: pytest.TempPathFactory, case: str,
 
 
 def test_markdown() -> None:
-    """A table of the important figures, within GitHub's length limit."""
     page = MarkdownIt("commonmark").enable("table").render(markdown.render(page_of(ALL)))
     for title in (
         "2 failed and 2 regressions",

@@ -24,7 +24,6 @@ def rules_of(folder: Path, text: str) -> tuple[ThresholdRule, ...]:
 
 
 def test_the_first_rule_that_fits(tmp_path: Path) -> None:
-    """Fields that a rule omits have defaults. Brackets are literal."""
     rules = rules_of(
         tmp_path,
         "# nightly\n"
@@ -72,7 +71,6 @@ def test_nonsense(tmp_path: Path, text: str, expected: str) -> None:
 
 
 def test_a_file_that_fits_nothing_is_refused(tmp_path: Path) -> None:
-    """One unused rule among others is only named; a threshold in bytes for a time is refused."""
     idle = rules_of(tmp_path, "gem:\n  time: {relative: 1%}\n")
     with pytest.raises(UsageError, match=r"none of its rules fits any of the 1 figures.*its suite gemm"):
         check_rules(idle, (figure(),), "my.yaml")

@@ -119,7 +119,6 @@ def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDra
     ],
 )
 def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least: float) -> None:
-    """The shares of intervals that hold a, b and the crossing at 800 tokens; 'no crossing' has no interval."""
     fast = np.sort(noisy(np.random.default_rng(99), 400_000, spread))[:100_000].mean()
     held = np.zeros(3)
     for sweep in range(sweeps):
@@ -157,7 +156,6 @@ def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -
 
 @for_each("contexts", [CONTEXTS, (256, 512, 768, 1024, 1280, 1536, 2048)])
 def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tuple[int, ...]) -> None:
-    """From the first context where it is faster to the last where it is slower again."""
     told = 0
     for seed, page in enumerate((1, 64, 256, 1024)):
         reference = paged(1, 1e-3, 1e-6, contexts, 2 * seed)
@@ -174,7 +172,6 @@ def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tup
 
 
 def test_what_was_measured_counts_more_than_lines() -> None:
-    """A gain that disappears at a measured context is reported and within the interval."""
     contexts = (128, 257, 512, 769, 1024, 1281, 1536, 1793, 2048, 4096)
     reference = paged(1, 1e-3, 1e-6, contexts, 0)
     slow_at = dict.fromkeys(contexts, 1.0) | {1281: 1.3}
@@ -241,7 +238,6 @@ def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
 
 
 def test_kl_is_that_of_the_definition(found: Quality) -> None:
-    """Compared with plain sums over one window, from both models' logits."""
     text = held_out_text(256)[:1]
     own = quality(text, arms=ARMS[:2])
     config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW)

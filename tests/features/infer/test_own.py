@@ -44,7 +44,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_step_of_a_model_of_ones_own(own: str) -> None:
-    """Like fp8bench's models: one token per sequence at the end of a filled cache, equal in each step."""
     for name, new in (("decode", 1), ("prefill", 24)):
         workload = workloads.get(name)
         for precision in ("fp32", "bf16", "served:weights=int8", "served:kv=fp8:weights=int4"):
@@ -126,7 +125,6 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
 def test_a_product_with_a_kept_weight(name: str) -> None:
-    """The suite gemm multiplies by the stored low-precision weight, and reports its distance from the exact one."""
     gemm, precision = workloads.get("gemm"), f"served:weights={name}"
     setup = small("gemm", precision, m=5, n=32, k=64)
     errors = gemm.error(setup)
@@ -142,7 +140,6 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
 
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
-    """An arm fails beyond a context of 512: it has no TPOT at the longest, and the answer names the failure."""
     records = []
     for context in (128, 256, 512, 1024):
         params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
@@ -197,7 +194,6 @@ def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.Monkey
 
 
 def test_a_figure_lies_on_its_line() -> None:
-    """Every call waited for a core; a round's figure excludes the waiting."""
     records = []
     for context in (128, 512, 1024, 2048):
         params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}

@@ -37,7 +37,6 @@ MODELS = "tests.nn.served_models"
 @for_each(("name", "new"), [("decode", 1), ("prefill", 24)])
 @for_each("size", ["nano", "nano-moe"])
 def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, size: str) -> None:
-    """It draws nothing, does not grow, writes only its tokens' keys, and other tokens give another answer."""
     workload, setup = workloads.get(name), small(name, "bf16", size=size)
     state = workload.prepare(setup)
     place = state.at
@@ -63,7 +62,6 @@ def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, si
 def test_a_model_that_cheats_is_labelled(
     maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tape does not match one token's work: a model looks up answers, or processes its prompt again."""
     wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
     monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
@@ -74,7 +72,6 @@ def test_a_model_that_cheats_is_labelled(
 
 
 def test_text_that_is_encoded_again() -> None:
-    """Every window is a slice of the text's ids, one per character; after a second encoding it would not be."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
     ids = whole.encode("ascii", errors="replace")

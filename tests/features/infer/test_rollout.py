@@ -25,7 +25,6 @@ TASK = QualityTask(
 
 
 def test_figures_are_those_of_their_definitions() -> None:
-    """Compared with plain sums over two texts of three tokens."""
     rows = [[0.1, -0.3, 0.0], [0.02, 0.25, -0.01]]
     gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
     ratios = [math.exp(value) for value in flat]
@@ -40,7 +39,6 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 
 def test_an_interval_over_few_texts_is_wide() -> None:
-    """Student's t: for two texts 12.7 times the standard error; one text alone has no interval."""
     gaps = torch.tensor([[0.1, 0.3], [0.2, 0.4], [0.0, 0.1]], dtype=torch.float64)
     two, one = (gap_of(gaps[:count]).ratio for count in (2, 1))
     spread = abs(float(gaps.exp()[0].mean() - gaps.exp()[1].mean())) / 2

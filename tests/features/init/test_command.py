@@ -51,7 +51,6 @@ def test_the_configuration_shows_five_options_and_where_the_others_are(written: 
 def test_what_it_writes_runs(
     every: bool, written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Unchanged, and with every option enabled: each precision gets a time and an error."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     shutil.rmtree(".fp8bench", ignore_errors=True)
     if every:
@@ -78,7 +77,6 @@ def test_what_it_writes_runs(
     ],
 )
 def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, fp8bench: Say) -> None:
-    """Once, after the project's existing rules."""
     project = tmp_path / str(after.count("\n")) / str(len(after))
     project.mkdir(parents=True)
     if before is not None:
@@ -88,7 +86,6 @@ def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, f
 
 
 def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
-    """It installs the requested requirement, whatever characters that contains."""
     path, what = Path(FILES[2]), 'git+https://a.b/c.git@v1 "; echo # {install}'
     assert fp8bench("init", "--install", what)[0] == 0
     assert load(path)["jobs"]["compare"]["steps"][2]["env"] == {"FP8BENCH": what}
@@ -167,7 +164,6 @@ def installs(folder: str) -> str:
 def test_a_person_is_asked_once_where_no_build_can_reach_this_fp8bench(
     answer: str, installed: str, problem: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an answer it uses the version from an index, with a warning that this may not work."""
     shutil.rmtree("project", ignore_errors=True)
     Path("project/wheels").mkdir(parents=True)
     Path("project/wheels/own.whl").touch()
@@ -195,7 +191,6 @@ def test_without_a_terminal_nobody_is_asked(
 
 @for_each("there", FILES)
 def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
-    """An existing file, or a dangling link: none of the three files is written."""
     file = tmp_path / "project" / there
     file.parent.mkdir(parents=True)
     file.symlink_to("nowhere")

@@ -72,7 +72,6 @@ def images():
 
 
 def test_layers_of_a_model_of_ones_own(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each linear layer that a step calls, with its batch's rows; convolutions are not scaled products."""
     file = Path("own_net.py").resolve()  # its module stays in this process, under a name that no other test uses
     file.write_text(NET)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
@@ -131,7 +130,6 @@ def scaled_modes() -> list[str]:
 @for_each("device", CLASSES, ids=lambda one: one.name)
 @for_each("mode", scaled_modes())
 def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode: str, device: DeviceClass) -> None:
-    """The suite gemm refuses by `Precision.multiples`, the linter by its rules: where both apply they agree."""
     precision, facts = precisions.get(mode), FACTS[device]
     if precision.support(facts).level is not Level.NATIVE:
         return
@@ -144,7 +142,6 @@ def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode
 
 
 def test_what_fp8bench_has_natively_has_all_three_products() -> None:
-    """Some mode is native on some device, so the agreement is tested; a new class gets its line above."""
     assert set(FACTS) == set(CLASSES)
     pairs = [
         (mode, device)

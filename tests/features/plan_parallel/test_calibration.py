@@ -33,7 +33,6 @@ MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), Load(8192, 2)
 
 @pytest.mark.slow
 def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
-    """Rounded up to a percent."""
     assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT
 
 
@@ -65,7 +64,6 @@ def test_recipes_are_the_middle_of_published_machines() -> None:
 
 
 def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention without cost: the test of bands would fail."""
     row = next(row for row in trainings() if row.name == "8B, 32k, FP8")
     by = next(row for row in trainings() if row.name == "8B, FSDP 8, FP8")
     errors = []

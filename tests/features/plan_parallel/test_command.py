@@ -69,7 +69,6 @@ def test_units_may_stand_behind_numbers(tmp_path: Path) -> None:
 
 @for_each("name", ["b200", "h100", "h200", "mi300x"])
 def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
-    """They are found by name; a file of that name comes first, and the source of their rates is printed."""
     monkeypatch.chdir(tmp_path)
     shipped = read_topology(Path(name))
     assert shipped.node == 8 and shipped.memory >= 80 * 2**30 and shipped.fp8 > shipped.bf16 > 3e14
@@ -80,7 +79,6 @@ def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_counts_of_gpus_are_compared(say: Say, topology: Path) -> None:
-    """Each has a row with its best split, and its splits separately."""
     given = ("llama3-8b", "--topology", str(topology), "--gpus")
     several = json.loads(say(*given, "8,64,8", "--json")[1])["counts"]
     assert several == [json.loads(say(*given, count, "--json")[1]) for count in ("8", "64")]
@@ -254,7 +252,6 @@ def test_what_an_answer_is_worth_is_said(say: Say, topology: Path, words: str, c
 
 
 def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
-    """It also gives paces a band."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--json", "--checkpointing", "selective")
     given = (*given, "--batch", "16")
 
@@ -277,7 +274,6 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
 
 
 def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
-    """Less memory; a measured training keeps its states, and so its rates."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8", "--batch", "16")
 
     def value(*words: str) -> Any:
@@ -343,7 +339,6 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
 
 
 def test_asking_for_scales_is_counted_where_tensors_are_cut(say: Say, topology: Path) -> None:
-    """Eight messages per block and micro-batch; none in bf16, with row scales, or without TP."""
     words = ["llama3-70b", "--gpus", "64", "--topology", str(topology), "--dtype", "fp8"]
     ways = json.loads(say(*words, "--json")[1])["ways"]
     for way in ways:

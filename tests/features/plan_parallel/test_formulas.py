@@ -48,7 +48,6 @@ def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
 
 
 def test_every_published_figure_is_within_its_band() -> None:
-    """Memory within 5% for FSDP alone."""
     rows = held()
     assert not [figure for figure in rows if not figure.inside] and len(rows) == 20
     for row in (figure.row for figure in rows):
@@ -57,7 +56,6 @@ def test_every_published_figure_is_within_its_band() -> None:
 
 
 def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
-    """Models, ranges of trainings, and the largest error of memory."""
     rows = published()
     assert {name: DecoderModel(name, **fields) for name, fields in TABLE["model"].items()} == MODELS
     ends = (
@@ -99,7 +97,6 @@ def test_a_wrong_formula_leaves_a_band(
 
 
 def test_memory_by_hand() -> None:
-    """One GPU, and a pipeline of two with two micro-batches."""
     block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
     assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
     alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
@@ -112,7 +109,6 @@ def test_memory_by_hand() -> None:
 
 
 def test_pace_by_hand() -> None:
-    """Every send of TP, FSDP and replicas is counted."""
     layout = ParallelLayout(copies=2, shards=2, tensor=2)
     found = pace_of(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
@@ -142,7 +138,6 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
     count=some.sampled_from([1, 2, 4, 8]),
 )
 def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
-    """All states are stored once; recomputing costs time and saves memory; FP8 is never slower."""
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
     assert (

@@ -44,7 +44,6 @@ def test_every_way_is_there_once(gpus: int, batch: int) -> None:
 
 
 def test_stages_are_equally_long() -> None:
-    """Except the ends: 16 stages of 405B hold 126 layers, the embedding and the head."""
     assert {way.pipeline for way in layouts(asked(gpus=7, batch=56))} == {1}  # five layers in the longest of 7 stages
     assert {16, 32} <= {way.pipeline for way in layouts(asked("llama3-405b", 512, 512))}
     ways = {(way.pipeline, way.virtual) for way in layouts(asked("llama3-70b", 16, 128))}

@@ -111,7 +111,6 @@ LAYOUTS = {
 def test_the_formula_is_what_a_walk_through_the_step_takes(
     name: str, tokens: int, pieces: int, zero_one: bool, level: Checkpointing
 ) -> None:
-    """Bound by links, by products, and in between, up to one layer per pass."""
     layout, links = LAYOUTS[name], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
     load = Load(128, pieces * tokens // 128, pieces, checkpointing=level, zero_one=zero_one)
     pace = pace_of(MODEL, layout, load, links)
@@ -119,7 +118,6 @@ def test_the_formula_is_what_a_walk_through_the_step_takes(
 
 
 def test_only_the_last_micro_batch_hides_the_sum_of_gradients() -> None:
-    """Sixteen micro-batches hide as much as one, although all of them together would be long enough."""
     layout, links = LAYOUTS["copies between nodes"], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
     one, sixteen = (pace_of(MODEL, layout, Load(128, 8 * pieces, pieces), links) for pieces in (1, 16))
     assert one.exposed == pytest.approx(sixteen.exposed)

@@ -29,7 +29,6 @@ CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
     ],
 )
 def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: float, held: list[bool]) -> None:
-    """Identical arms appear slower or faster, and a slowed one equal or faster: arms of 0.3 ms."""
     worker = Scripted(lambda key, case: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
     assert [check.held for check in checks.verdicts(worker, CPU)] == held
 

@@ -87,7 +87,6 @@ def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> 
 
 
 def test_a_trial_judges_every_effect_once() -> None:
-    """A clear slow-down is found, the identical pair has no finding, and states are released."""
     worker, seen = slowing(50.0), list[int]()
     operation = operations("text:0", CPU)[0]
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
@@ -110,7 +109,6 @@ def test_a_comparison_ends_when_its_own_time_is_up() -> None:
 @for_each("facts", [CPU, H200], ids=lambda one: one.kind)
 @for_each("number", range(3), ids=power.OPERATIONS.__getitem__)
 def test_operations_are_what_the_planted_workload_takes(number: int, facts: DeviceFacts) -> None:
-    """The base workload gets all its parameters; GPUs have other sizes."""
     operation = operations("text:0", facts)[number]
     assert (operation in operations("text:0", CPU)) is not facts.accelerated
     params = dict(operation.params)
@@ -123,8 +121,6 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
 
 
 def test_the_command(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Table and JSON come from the same trials; a wrong sign ends with 3 and is never excused."""
-
     class Known(Scripted):
         def __init__(self, settings: object) -> None:
             vars(self).update(vars(slowing(50.0)))

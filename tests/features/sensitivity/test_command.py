@@ -62,7 +62,6 @@ def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -
 
 
 def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
-    """Layers are named by paths in the model; other layers are unchanged, whatever is low."""
     code, out, err = say("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--json")
     assert (code, complaints(err)) == (0, "")
     document = json.loads(out)
@@ -80,7 +79,6 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
 
 
 def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
-    """If losses do not differ, the worst layers are excluded until the others' gradients are close enough."""
     words = ("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--tolerance", "50", "--json")
     whole = json.loads(say(*words)[1])
     errors = sorted(trial["gradient_error"] for trial in whole["probes"])

@@ -87,7 +87,6 @@ def costs(*bad: str) -> Callable[[frozenset[str]], float]:
 
 
 def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() -> None:
-    """A single layer is low in the reference; all layers together are the low precision with a map for the head."""
     trainer = Trainer(costs())
     study, told = studied(trainer)
     assert [mode for mode, *_ in trainer.log] == [
@@ -193,7 +192,6 @@ class Formats(Trainer):
 
 
 def test_each_layer_gets_the_cheapest_format_that_is_nearly_the_best(tmp_path: Path) -> None:
-    """Within a tenth of the smallest error. Then the map is trained, and next to it one format in all layers."""
     up, down = "blocks.0.mlp.up", "blocks.0.mlp.down"
     errors: dict[tuple[str, str], float | WorkerError] = {
         (up, "fp8"): 0.5, (up, "fp8-e4m3"): 0.112, (up, "fp8-rowwise"): 0.109,

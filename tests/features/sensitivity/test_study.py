@@ -102,7 +102,6 @@ def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
 
 
 def test_the_worst_come_first() -> None:
-    """Failed runs, then gaps beyond the noise by size, then the others by gradient error, if known."""
     probes = (
         probe("small", 2.0, 0.1),
         probe("better", 1.5, 0.2),
@@ -130,7 +129,6 @@ def told(study: Study) -> str:
 
 
 def test_what_there_is_to_tell_is_told() -> None:
-    """A missing map has its reason; without trainings or a reference nothing is invented."""
     probes = probe("a", 2.5), replace(probe("b", 2.0), failure="the loss is nan in step 2", losses=(3.0, math.nan))
     lost = replace(STUDY, probes=probes, candidates=(probe("all", 2.5),), finished=True)
     assert "every map was tried" in told(lost) and "interrupted" in told(replace(lost, finished=False))
@@ -158,7 +156,6 @@ NAMES = [layer.name for layer in LAYERS]
     ],
 )
 def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
-    """All layers except some are written as such. The head stays high unless named as low; a kind is one word."""
     high = tuple(f"{front}." for front in gone)
     low = [name for name in NAMES if not f"{name}.".startswith(high)]
     assert as_words(map_of(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
@@ -183,7 +180,6 @@ WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()
 
 @given(WILD, st.data())
 def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataObject) -> None:
-    """Kinds that equal names, nested layers, three precisions."""
     modes = st.sampled_from(["x", "y", "z"])
     wanted = {layer.name: data.draw(modes) for layer in layers}
     usual = {layer.name: data.draw(modes) for layer in layers}
@@ -192,7 +188,6 @@ def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataO
 
 
 def test_a_layer_called_like_a_kind_is_low_alone() -> None:
-    """Also if other paths contain its name."""
     names = {"linear": "", "other": "", "attn": "attn", "self_attention": "attn", "p": "", "p.low": ""}
     layers = [Layer(name, "linear", group=group) for name, group in names.items()]
     for low in layers:

@@ -176,7 +176,6 @@ def receive(ranks: RanksProcess, *replies: tuple[int, tuple[Any, ...]]) -> Any:
 
 
 def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:
-    """A disagreement is a fault of that request only."""
     assert receive(ranks, (7, ("ok", 1.5)), (7, ("ok", 2.5))) == (7, ("ok", 2.5))
     ranks._request = "error"
     said = "rmse is 1.0 on rank 0 and 2.0 on rank 1"
@@ -186,7 +185,6 @@ def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:
 
 @for_each("refused", [True, False])
 def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksProcess) -> None:
-    """The ranks continue, since they are in step. It is a refusal only if all refused."""
     answer = ("fault", "ValueError", "no such size (on all 2 ranks)", "trace", refused)
     assert receive(ranks, (7, REFUSAL), (7, ("fault", "ValueError", "x", "", refused))) == (7, answer)
     assert not ranks.broken
@@ -201,6 +199,5 @@ def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksPro
     ],
 )
 def test_ranks_that_answer_differently_are_out_of_step(replies: Replies, ranks: RanksProcess) -> None:
-    """One fault among answers, two kinds of faults, or answers to different requests: the ranks cannot continue."""
     number, (word, words, *_, refused) = receive(ranks, *replies)
     assert (number, word, refused, ranks.broken) == (7, "fault", False, True) and "of 2" in words

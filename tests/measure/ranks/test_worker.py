@@ -98,10 +98,6 @@ def cpu_of(worker: RanksWorker) -> DeviceFacts:
 
 @pytest.mark.slow
 def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes give one answer and have explicit settings; after a fault in one, none remains.
-
-    Works with any length of the temporary folder's name, although a socket's is limited to 107 characters.
-    """
     (tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
     with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 120.0) as worker:
@@ -199,10 +195,6 @@ def strike(folder: Path, modules: Sequence[str], end: str, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_each_fault(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In new ranks: after a rank that dies before its first report, and one that dies while opening.
-
-    Which of two different sums is wrong stays unknown.
-    """
     strike(tmp_path, list(BEGINNINGS), "SIGKILL", monkeypatch)
     started, opened, ended, sums, whole = measured(
         ["hang", "raise", "SIGSEGV", "sums", "none"], tmp_path / "store", monkeypatch

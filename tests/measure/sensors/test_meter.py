@@ -88,7 +88,6 @@ def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -
 def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml: Simulation, clock: VirtualClock, library: Library
 ) -> None:
-    """The counter shows the energy of all; an instance alone on its GPU gets it."""
     device = nvml.state.device[0]
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()

@@ -59,7 +59,6 @@ def test_no_package_or_an_old_one(
 
 
 def test_without_a_driver_there_is_a_reason() -> None:
-    """In a process without the library, or with a real one: pynvml's message is translated."""
     script = (
         "from fp8bench.measure.sensors.nvml import LIBRARY\n"
         "from fp8bench.model.readings import NoReading\n"
@@ -95,10 +94,6 @@ def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: S
 
 
 def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
-    """Provided that it does not wait for fp8bench's threads.
-
-    Also checks that a process finds the library by LD_LIBRARY_PATH.
-    """
     nvml.fail("nvmlDeviceGetCount_v2", delay=3600.0)
     script = (
         "from fp8bench.measure.sensors.nvml import Library\n"
