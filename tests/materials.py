@@ -7,13 +7,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
+from fp8bench.model import Case, Finding, Interval, Label, Record, Scalar, Status, Verdict, Work
 from fp8bench.report.elements import Element, Page, Part
 from fp8bench.report.page.section import Material, material_of, sections
 from fp8bench.report.terminal import layout
-from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples, transformer
+from tests.runs import (
+    EMULATED,
+    NATIVE,
+    REFUSED,
+    Made,
+    case,
+    error,
+    measured,
+    memory,
+    phases,
+    run_of,
+    samples,
+    transformer,
+)
 
-Made = tuple[Run, dict[str, Finding]]
 T = TypeVar("T", bound=Element)
 LONG = "<script>alert(1)</script>" + 275 * "x"
 

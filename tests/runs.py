@@ -38,7 +38,8 @@ from fp8bench.model import (
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.run_file import plan_of
 
-Make = Callable[[], tuple[Run, dict[str, Finding]]]
+Made = tuple[Run, dict[str, Finding]]
+Make = Callable[[], Made]
 CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")
 NATIVE = Support(Level.NATIVE, "torch's own kernels")
 EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, products in fp32")
@@ -77,7 +78,7 @@ def memory(peak: int) -> Measurement:
     return Measurement("peak_memory", "B", (float(peak),), description="memory at the highest point of a step")
 
 
-def transformer() -> tuple[Run, dict[str, Finding]]:
+def transformer() -> Made:
     """One group: bf16 as the reference, fp16 slower and in doubt, fp8 emulated; all with their memory."""
     work = Work(flops=3.1e9, tokens=1024)
     params: dict[str, Scalar] = {"layers": 4, "width": 256, "heads": 4, "context": 256, "batch": 4}
@@ -167,7 +168,7 @@ def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
     return TensorStatistics("operand", role, rows * columns, amax, outside)
 
 
-def gemm() -> tuple[Run, dict[str, Finding]]:
+def gemm() -> Made:
     """Three groups: fp32 as the reference, bf16 faster, fp8 emulated; nvfp4 skipped, one fp8 failed.
 
     Each has separate data: the first loses most to E2M1, the last most to E4M3, with the largest amax.
@@ -213,7 +214,7 @@ def gemm() -> tuple[Run, dict[str, Finding]]:
     return run_of(records), {one.case.id: one for one in findings}
 
 
-def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> tuple[Run, dict[str, Finding]]:
+def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> Made:
     """A group of gemm (m=64, m=128, ...) for each verdict on bf16, its ratio to fp32, and its labels."""
     records, findings = [], []
     for number, (verdict, ratio, *labels) in enumerate(verdicts, 1):
@@ -260,7 +261,7 @@ energies = st.builds(EnergyUse, words, st.lists(windows, max_size=4).map(tuple),
 
 
 @st.composite
-def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
+def wild_runs(draw: st.DrawFn) -> Made:
     """Runs with long names and reasons, any labels and any numbers."""
     records, findings = [], {}
     for size in range(draw(st.integers(1, 3))):
@@ -314,7 +315,7 @@ def samples(phases: tuple[str, ...], microseconds: tuple[int, ...], rounds: int 
     return Timing(Segments(phases, tuple(range(len(phases)))), tuple(slots))
 
 
-def measured() -> tuple[Run, dict[str, Finding]]:
+def measured() -> Made:
     """Two groups with raw samples and cases of every kind: native, emulated, apart, skipped, failed."""
     work = Work(flops=4e6, tokens=32, bytes=1e5)
     parts = ("cast", "gemm", "cast", "unattributed")

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.terminal.run import render
 from tests.golden.documents import load, save
+from tests.runs import Made
 
 MADE = Path(__file__).resolve().parent / "golden" / "texts" / "made.txt"
 # A claim, and a part, an element, a text, a row of values, several of them, or None.
@@ -109,7 +109,7 @@ def shown(words: Text | Field) -> str:
     return words.text + (f" <{words.tone}>" if words.tone is not Tone.PLAIN else "") + hint
 
 
-def on_terminal(made: tuple[Run, dict[str, Finding]], *words: str, width: int = 200) -> str:
+def on_terminal(made: Made, *words: str, width: int = 200) -> str:
     """The paragraphs of a run's terminal output that contain a word, without the legend."""
     parts = render(*made, width, whole=True).rstrip("\n").split("\n\n")
     sought = re.compile("|".join(map(re.escape, words)))

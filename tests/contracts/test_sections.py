@@ -9,13 +9,12 @@ from itertools import chain, product
 
 from hypothesis import given, settings
 
-from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.section import page_of, parts_of, sections
 from tests.counts import counts, for_each
-from tests.materials import LONG, Made, many, material, nothing, shapes, skipped, strange
-from tests.runs import gemm, measured, transformer, wild_runs
+from tests.materials import LONG, many, material, nothing, shapes, skipped, strange
+from tests.runs import Made, gemm, measured, transformer, wild_runs
 
 SECTIONS = sections()
 SHAPES = [{"m": m, "n": n, "k": 64} for m, n in product((1, 64), (64, 128))]
@@ -94,5 +93,5 @@ def test_many_cases_build(count: int) -> None:
 
 @settings(max_examples=12)
 @given(made=wild_runs())
-def test_whatever_a_run_holds_the_page_stands(made: tuple[Run, dict[str, Finding]]) -> None:
+def test_whatever_a_run_holds_the_page_stands(made: Made) -> None:
     check(made)

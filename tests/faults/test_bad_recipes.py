@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import fp8bench
 from fp8bench import pipeline
 from fp8bench.cli.main import main
 from fp8bench.errors import UsageError
@@ -83,28 +82,6 @@ def test_modes_on_the_command_line(
     assert said in refused(capsys, "suite", "mlp", "--dtypes", "bf16,fp8", "--precision-map", f"up={mode}")
     assert said in refused(capsys, "lint-shapes", "nano", "--dtypes", mode)
     assert not list(nothing_runs.iterdir())
-
-
-@for_each(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
-def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        fp8bench.run("gemm", dtypes=["bf16", mode])
-    assert said in str(raised.value) and not list(nothing_runs.iterdir())
-
-
-@for_each(
-    ("map_", "said"),
-    [
-        ("nonsense=bf16", "unknown layer of suite transformer 'nonsense'. Known: attn, mlp, head"),
-        ("blocks.99=bf16", "unknown layer of suite transformer 'blocks.99'"),
-        ("mlp=fp9", "unknown dtype 'fp9'"),
-        ("mlp=fp8-delayed:history=0", "history cannot be '0'"),
-        ("mlp", "is not of the form"),
-        ("mlp=bf16,mlp=fp8", "names a layer"),
-    ],
-)
-def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixture[str], map_: str, said: str) -> None:
-    assert said in refused(capsys, "suite", "transformer", "--dtypes", "bf16,fp8", "--precision-map", map_)
 
 
 @for_each(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -26,9 +25,9 @@ from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.commit_runs import runs_of_commit
 from fp8bench.store.series import METHOD
 from tests.counts import paired
+from tests.house.sources import ROOT
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
-ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 DONE = "history: 2 cases of commit 0a1b2c3d in asv's view"
 AGAIN = " The run is kept; `fp8bench history rebuild` makes the view again."
@@ -184,16 +183,6 @@ def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Pat
     assert said.startswith("history: another process has held the lock ") and said.endswith(AGAIN)
     assert "for 0.05 s." in said and contents(store / "asv") == before
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
-
-
-def test_where_there_are_no_locks_the_view_is_written_all_the_same(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
 
 
 # Changes by a person, an editor or another version.

@@ -20,9 +20,9 @@ from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.counts import counts, sampled
+from tests.house.sources import ROOT
 from tests.kept import COMMIT, ROUNDS, TITLE, grid_run, keep, results_files
 
-ROOT = Path(__file__).resolve().parents[2]
 FEW_ROUNDS = 3
 WRITING = """
 import sys

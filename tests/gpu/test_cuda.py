@@ -14,7 +14,7 @@ from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, TENSOR
 from fp8bench.formats.scaled import factor, values
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, MemoryUse, Request, Run, Status, Verdict
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, MemoryUse, Request, Status, Verdict
 from fp8bench.model.raw import Settings
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.pipeline import execute
@@ -22,6 +22,7 @@ from fp8bench.protocols import Operand, Role, SilentObserver
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
+from tests.runs import Made
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,7 @@ def product_case(precision: str, side: int, facts: DeviceFacts) -> Case:
     return Case("gemm", params, precision, facts.key)
 
 
-def executed(store: Path, request: Request) -> tuple[Run, dict[str, Finding]]:
+def executed(store: Path, request: Request) -> Made:
     run = execute(request, store, SilentObserver(), "a test")
     assert run.finished
     return run, findings(run)

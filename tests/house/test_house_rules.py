@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import ROOT
+
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
 # Files of stores and users are opened by files.open_file, which never blocks on a pipe. These modules read only this
 # machine's or fp8bench's files.

@@ -18,8 +18,8 @@ from packaging.version import Version
 
 from fp8bench.cli.main import COMMANDS, Parser, build_parser, command_module, commands_of
 from tests.counts import for_each
+from tests.house.sources import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

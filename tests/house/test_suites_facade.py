@@ -16,8 +16,8 @@ from pathlib import Path
 
 from fp8bench import suites
 from fp8bench.registry import Registry
+from tests.house.sources import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("suites_facade.txt")
 IMPORTED = re.compile(r"from (fp8bench[\w.]*) import ")
 

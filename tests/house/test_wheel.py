@@ -16,8 +16,7 @@ from packaging.requirements import Requirement
 
 import fp8bench
 from tests.commands import git
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import ROOT
 
 
 @pytest.fixture(scope="module")

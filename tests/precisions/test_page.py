@@ -27,7 +27,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_tex
 
 def table(title: str) -> list[list[str]]:
     (rows,) = re.findall(rf"^\| mode \| {title} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    return [re.split(r" *\| *", row.strip("| ")) for row in rows.splitlines()]
+    return [re.split(r" *\| *", row)[1:-1] for row in rows.splitlines()]
 
 
 def recipes() -> dict[str, Recipe]:
