@@ -58,7 +58,7 @@ def step_of(name: str, *lines: Line) -> FirstStep:
     return FirstStep(name, "fp8bench doctor", 10, lines)
 
 
-def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
+def test_steps_that_could_not_run_are_rows_and_never_pass(tmp_path: Path) -> None:
     lines = Line("a", number(2), low=1), Line("b", number(2), high=1), Line("c", number(2)), Line("d", refused, low=1)
     assert verdicts(tmp_path, step_of("x", *lines)) == {
         "a": "reached",
@@ -68,7 +68,7 @@ def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
     }
 
 
-def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
+def test_untrusted_figures_give_no_verdict(tmp_path: Path) -> None:
     line = Line("a", number(2), low=1)
     assert verdicts(tmp_path, step_of("x", line), computes=False) == {
         "a": "could not be: no GPU that computes was seen"

@@ -50,7 +50,7 @@ def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFi
         assert one.peak is not None and 0.97 * (2 << 20) < one.peak <= 2 << 20 and "more" in one.why
 
 
-def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_below_a_single_state_gives_zero(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--set", "tokens=32", "--max-batch", "4KiB", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)["records"]
     assert [one["capacity"]["batch"] for one in records] == [0, 0]

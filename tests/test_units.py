@@ -218,7 +218,7 @@ def test_sizes_are_read(text: str, value: int) -> None:
         "9" * 40,
     ],
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a size like 2GiB, 512MB or 1\.5G"):
         units.bytes_of(text)
 

@@ -163,7 +163,9 @@ SUITE = adding_up("counting", 1000)
 
 
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
-def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_that_a_file_prints_stays_out_of_stdout(
+    way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
     assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json", "--no-report"]) == 0
     shown = capsys.readouterr()
@@ -223,7 +225,7 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_path_that_leads_nowhere(
+def test_a_missing_file_is_refused(
     words: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "folder.py").mkdir()

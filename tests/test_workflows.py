@@ -24,12 +24,12 @@ WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 
 
 @for_each("path", WORKFLOWS, ids=lambda path: path.name)
-def test_nothing_is_wrong(path: Path) -> None:
+def test_every_workflow_obeys_the_rules(path: Path) -> None:
     assert faults(load(path), path.read_text()) == []
 
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
-def test_actionlint() -> None:
+def test_actionlint_accepts_every_workflow() -> None:
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -158,7 +158,7 @@ def kept(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_branch_of_the_history(tmp_path: Path) -> None:
+def test_each_night_adds_its_runs_to_the_branch_of_the_history(tmp_path: Path) -> None:
     origin = tmp_path / "origin.git"
     git(tmp_path, "init", "-q", "--bare", str(origin))
     first = tmp_path / "first"
@@ -189,7 +189,7 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
 @for_each("planted", ["workflow", "link", "gone"])
 def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
     """Otherwise the owner of the measuring machine could commit anything."""
-    test_the_branch_of_the_history(tmp_path)
+    test_each_night_adds_its_runs_to_the_branch_of_the_history(tmp_path)
     folder, before = tmp_path / "first", git(tmp_path / "origin.git", "rev-parse", "fp8bench-history")
     night(folder, 5, keep=False)
     inside = folder / ".fp8bench"
@@ -215,7 +215,7 @@ def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_pa
         (1, "history too young: 7 nights at this level", True),
     ],
 )
-def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Path) -> None:
+def test_the_nightly_gate_fails_the_job_or_warns(code: int, page: str, warned: bool, tmp_path: Path) -> None:
     (script,) = (step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == "gate")
     program = tmp_path / "bin" / "fp8bench"
     program.parent.mkdir()

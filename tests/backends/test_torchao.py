@@ -44,7 +44,7 @@ def outcome(mode: str) -> list[Tensor]:
 
 
 @for_each("mode", MODES)
-def test_its_layers_are_ours(mode: str) -> None:
+def test_its_layers_compute_what_ours_do(mode: str) -> None:
     """Up to bfloat16 rounding.
 
     Exception: for the input gradient of `rowwise_with_gw_hp` torchao uses one weight scale per tensor, fp8bench one per
@@ -84,7 +84,7 @@ def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
-def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
+def test_its_codes_and_scales_equal_ours(fmt: Format, scaling: Scaling) -> None:
     """Power-of-two scales agree bit for bit; for other scales torchao divides in fp64 and rounds twice."""
     backends.get("torchao").imported()
     from torchao.float8.config import ScalingGranularity
@@ -123,13 +123,13 @@ def test_it_has_layers_and_no_products_and_draws_nothing() -> None:
     assert torch.equal(*states)
 
 
-def test_one_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_import_gives_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
     with pytest.raises(BackendMissing, match="torchao is installed and cannot be imported"):
         backends.get("torchao").imported()
 
 
-def test_what_it_warns_of_is_kept_back() -> None:
+def test_its_warnings_are_suppressed() -> None:
     before = logging.root.manager.disable, list(warnings.filters)
     backends.get("torchao").imported()
     assert (logging.root.manager.disable, list(warnings.filters)) == before

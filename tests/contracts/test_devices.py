@@ -23,7 +23,7 @@ def test_there_is_always_a_processor() -> None:
 
 
 @for_each("kind", NAMES)
-def test_what_is_available_says_what_it_is(kind: str) -> None:
+def test_available_devices_state_their_facts(kind: str) -> None:
     device = devices.get(kind)
     found = device.available()
     assert device.kind == kind and isinstance(found, tuple)
@@ -72,7 +72,7 @@ def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
 
 
 @here
-def test_looking_costs_little_and_is_known(kind: str, facts: DeviceFacts) -> None:
+def test_marks_and_stamps_take_less_than_a_millisecond(kind: str, facts: DeviceFacts) -> None:
     cost = calibrate(devices.get(kind), facts.index)
     assert 0 <= cost.marker_off < cost.marker_on < 1e-3 and 0 <= cost.stamp < 1e-3
     assert (cost.event_pair is None) == (kind == "cpu")

@@ -85,7 +85,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
 
 
 @for_each("mode", MODES)
-def test_a_mode_is_one_word_however_it_is_written(mode: str) -> None:
+def test_a_mode_has_one_canonical_name(mode: str) -> None:
     precision = precisions.get(mode)
     pairs = [(option, precision.chosen[option.name]) for option in precision.options]
     for turn in range(2):

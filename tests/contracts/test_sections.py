@@ -66,7 +66,7 @@ def check(*made: Made) -> None:
 
 
 @for_each("name", SECTIONS)
-def test_a_section_says_what_it_is(name: str) -> None:
+def test_a_section_has_a_name_and_a_title(name: str) -> None:
     section = SECTIONS[name]
     assert section.name == name and section.title and section.elements.__name__ == f"{name.replace('-', '_')}_section"
 
@@ -81,7 +81,7 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
     check(*RUNS[runs]())
 
 
-def test_names_stay_as_they_are() -> None:
+def test_names_are_shown_unchanged() -> None:
     assert LONG in str(SECTIONS["phases"].build(material(strange())))
 
 

@@ -219,9 +219,7 @@ GIVE_NOTHING_THAT_STAYS = frozenset(
 
 
 @pytest.mark.parametrize(("name", "precision"), paired(NAMES, ["bf16", "fp8", "fp8-delayed"]))
-def test_steps_are_seen_to_do_something_or_there_is_a_reason(
-    name: str, precision: str, corpus: Corpus, bench: Bench
-) -> None:
+def test_steps_have_a_visible_effect_or_a_reason(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
     found = bench.effect(smallest(name, precision, corpus), CPU)
     if name in GIVE_NOTHING_THAT_STAYS and precision != "fp8-delayed":
         assert found == StepEffect(None, "none of its results is kept in its state, or returned")
@@ -377,9 +375,7 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
-def test_cases_of_a_grid_run_and_say_what_memory_they_took(
-    name: str, grid_of: Callable[[str], tuple[Grid, Run]]
-) -> None:
+def test_cases_of_a_grid_run_and_record_their_memory(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     _, run = grid_of(name)
     records = measured_of(run)
     assert records and all(record.status is not Status.FAILED for record in run.records)

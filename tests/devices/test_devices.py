@@ -91,7 +91,7 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
     assert processor_name() == "unknown processor"
 
 
-def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
+def test_a_step_that_is_not_captured_has_torchs_message() -> None:
     with pytest.raises(CannotCapture, match=r"torch captured no graph of its step: [A-Za-z]+: .+"):
         Cuda().captured(0, lambda: None)
     with pytest.raises(CannotCapture, match="cannot be replayed"):
@@ -115,7 +115,7 @@ def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest
     assert Cuda()._make_filler(0) is None
 
 
-def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:
+def test_the_size_of_the_last_cache_comes_from_the_system(tmp_path: Path) -> None:
     cache = tmp_path / f"cpu{min(os.sched_getaffinity(0))}" / "cache"
     levels = (("1", "48K", "0"), ("3", "32768K", "0-3,8-11"), ("2", "1024K", "0"), ("4", "no", "0"))
     for index, said in enumerate(levels):
@@ -210,7 +210,7 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
     )
 
 
-def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_torchs_uuid_and_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "uuid": "aaaa2222-0000"}
     properties |= {"pci_domain_id": 0, "pci_bus_id": 0x4C, "pci_device_id": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -340,7 +340,7 @@ def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch
     assert peak_of(meter) == size == kept.nbytes
 
 
-def test_the_highest_point_is_found_although_it_has_gone() -> None:
+def test_the_peak_counts_memory_that_was_freed() -> None:
     meter = ProfilerMeter()
     meter.start()
     kept = [torch.empty(1000)]
@@ -393,7 +393,7 @@ def test_what_an_earlier_count_left_behind_does_not_count() -> None:
         assert peak_of(meter) == cache[0].nbytes + kept.nbytes
 
 
-def test_a_meter_that_was_not_marked_knows_nothing() -> None:
+def test_a_meter_without_a_mark_has_no_answer() -> None:
     meter = ProfilerMeter()
     assert meter.stop() is None
     meter.start()
@@ -527,7 +527,7 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
     assert course.reserved == 5 * BLOCK and course.held == ()
 
 
-def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_allocations_come_from_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeAllocator(monkeypatch, 0)
     cleared: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False)
@@ -552,7 +552,7 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_autograds_thread_freed_unseen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = FakeAllocator(monkeypatch, 0)
     blocks = [{"address": 7, "state": "active_allocated"}, {"address": 8, "state": "inactive"}]
     allocator.segments = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": [{"address": 9, "state": "x"}]}]
@@ -567,7 +567,7 @@ def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.Mon
     assert notes[:3] == [Live(frozenset({7})), Begun("unattributed"), Begun("gemm")]
 
 
-def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_only_the_peak_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     meter.start(blocks=False)
@@ -609,7 +609,7 @@ class FakeFraction:
         self.share = share
 
 
-def test_what_a_gpu_s_allocator_had_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_of_a_gpus_allocator_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, object] = {}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: said)
     assert Cuda().retried(0) is None
@@ -628,7 +628,7 @@ def test_a_gpu_s_memory_ends_at_its_allocators_limit(monkeypatch: pytest.MonkeyP
 
 
 @for_each("status", ["", "VmData:\n", "VmData: many kB\n", "VmPeak: 5 kB\n"])
-def test_a_kernel_that_does_not_say_what_it_counts_keeps_no_limit(
+def test_a_system_that_hides_memory_use_keeps_no_limit(
     status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)

@@ -74,7 +74,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @for_each(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
-def test_modes_on_the_command_line(
+def test_bad_modes_are_refused_on_the_command_line(
     nothing_runs: Path, capsys: pytest.CaptureFixture[str], mode: str, said: str
 ) -> None:
     assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--dtypes", f"bf16,{mode}")

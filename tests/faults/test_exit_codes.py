@@ -78,7 +78,7 @@ def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixt
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is kept by Linux alone")
 @pytest.mark.parametrize("words", [("suite", "gemm", "--quick"), ("train", "--quick")], ids=lambda words: words[0])
-def test_too_little_memory_is_a_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_too_little_memory_gives_a_message(words: tuple[str, ...], tmp_path: Path) -> None:
     """Too little to import torch. A surviving process would keep the output open for ever."""
     process = subprocess.Popen(
         ("sh", "-c", 'ulimit -v 400000; exec "$@"', "sh", sys.executable, "-m", "fp8bench", *words, "--store", "store"),

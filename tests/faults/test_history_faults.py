@@ -141,7 +141,7 @@ def open_store() -> Iterator[Path]:
         ),
     ],
 )
-def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: str, words: str) -> None:
+def test_a_view_without_write_permission_gives_a_message(open_store: Path, closed: str, words: str) -> None:
     run = keep(grid_run(seconds=1), open_store)
     before = contents(open_store / "asv" / "results")
     lock, file = open_store / "asv" / ".lock", the_file(open_store)
@@ -155,7 +155,7 @@ def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: 
     assert contents(open_store / "asv" / "results") == before
 
 
-def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_views_folder_gives_a_message(tmp_path: Path) -> None:
     (tmp_path / "asv").write_text("notes")
     asv = tmp_path / "asv"
     said = again(tmp_path)
@@ -163,7 +163,7 @@ def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
     assert (tmp_path / "asv").read_text() == "notes"
 
 
-def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> None:
+def test_a_dangling_link_is_followed_or_gives_a_message(tmp_path: Path) -> None:
     (tmp_path / "asv").mkdir()
     link = tmp_path / "asv" / "results"
     link.symlink_to(tmp_path / "elsewhere")
@@ -175,7 +175,7 @@ def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> 
     assert "cannot be " in said and "(Not a directory)" in said and said.endswith(AGAIN)
 
 
-def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Path) -> None:
+def test_a_held_lock_is_waited_for_and_then_gives_a_message(store: Path) -> None:
     run = keep(grid_run(seconds=1), store)
     before = contents(store / "asv")
     with lock_folder(store / "asv", 0):
@@ -200,7 +200,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "kind"), paired([*BROKEN], ["results", "benchmarks.json", "machine.json"]))
-def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
+def test_a_broken_file_is_renamed_and_written_again(store: Path, kind: str, name: str) -> None:
     path = file_of(store, kind)
     sound = json.loads(path.read_text())
     text = BROKEN[name].replace('"version": 2', f'"version": {sound["version"]}')
@@ -225,7 +225,7 @@ def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version
     assert contents(store / "asv") == before
 
 
-def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
+def test_foreign_rows_and_keys_stay_in_a_file(store: Path) -> None:
     path = the_file(store)
     foreign = [[1.5], [], "7", 1, 2.0]
 
@@ -246,7 +246,7 @@ def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
     assert json.loads((results_of(store) / "box" / "machine.json").read_text())["note"] == [1]
 
 
-def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
+def test_a_changed_figure_is_restored(store: Path) -> None:
     path = the_file(store)
     before = load_results(path)
 
@@ -261,7 +261,7 @@ def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
     assert after.rows[f"{TITLE}time_gemm"].values[0] == before.rows[f"{TITLE}time_gemm"].values[0]
 
 
-def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
+def test_the_machine_json_of_another_machine_gives_a_message(store: Path) -> None:
     """asv would show nothing from such a folder."""
     path = results_of(store) / "box" / "machine.json"
     edit(path, lambda content: content.update(machine="other"))
@@ -274,7 +274,7 @@ def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
     assert contents(store / "asv") == before
 
 
-def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> None:
+def test_results_of_commits_with_the_same_prefix_are_not_mixed(store: Path) -> None:
     edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:8] + "f" * 32))
     before = contents(store / "asv")
     assert "holds the results of another commit, 0a1b2c3dffffffff" in again(store)
@@ -283,7 +283,7 @@ def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> Non
     assert again(store) == DONE
 
 
-def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
+def test_a_run_outside_of_the_store_is_reported_as_not_in_its_view(store: Path, tmp_path: Path) -> None:
     run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
     said = update_view(run, store)
     assert said == f"history: the run {run.id} was not found in {store}, so it is not in asv's view.{AGAIN}"
@@ -351,7 +351,7 @@ def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) 
     assert Results.load(str(new), "new").params["machine"] == "new"
 
 
-def test_a_name_that_is_too_long_for_a_folder_is_a_sentence(tmp_path: Path) -> None:
+def test_a_machine_name_too_long_for_a_folder_gives_a_message(tmp_path: Path) -> None:
     said = update_view(keep(grid_run(facts(machine="m" * 300) | {"machine": "box"}), tmp_path), tmp_path)
     assert "(File name too long)" in said and said.endswith(AGAIN)
 
@@ -395,7 +395,7 @@ NOT_FILED: list[tuple[Run, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
-def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) -> None:
+def test_runs_that_do_not_belong_to_a_commit_give_a_message(store: Path, number: int) -> None:
     run, why = NOT_FILED[number]
     before = contents(store / "asv")
     assert update_view(keep(run, store), store) == f"history: {why}{STAYS}"
@@ -408,7 +408,7 @@ def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) ->
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=1, max_size=4))
-def test_the_view_is_the_same_whoever_writes_it_and_how_often(order: list[int], writers: list[int]) -> None:
+def test_the_view_does_not_depend_on_the_order_of_writers(order: list[int], writers: list[int]) -> None:
     seen = set()
     with tempfile.TemporaryDirectory() as name:
         for places, who in (((0, 1, 2, 3), [3]), (order, writers)):

@@ -166,7 +166,7 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", sampled([signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP]), ids=lambda one: one.name)
-def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
+def test_a_termination_signal_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
     with endless(folder, "--store", "else where") as process:
         wait_for(lambda: num_lines(folder, "else where") >= 3)
         process.send_signal(number)
@@ -176,7 +176,7 @@ def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals
 
 
 @pytest.mark.slow
-def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
+def test_a_second_interrupt_still_prints_how_to_continue(folder: Path) -> None:
     with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         for _ in range(5):
@@ -193,7 +193,7 @@ def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", sampled([False], [False, True]))
-def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
+def test_a_closed_terminal_interrupts_the_run(folder: Path, ignored: bool) -> None:
     master, terminal = pty.openpty()
 
     def begin() -> None:
@@ -237,7 +237,7 @@ def _drained(master: int, condition: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
+def test_an_unwritable_stdout_costs_no_run(folder: Path) -> None:
     with Path("/dev/full").open("w") as full, started(folder, *nap(1), stdout=full) as process:
         _, err = process.communicate(timeout=240)
     told = "fp8bench: stdout cannot be written (No space left on device). "

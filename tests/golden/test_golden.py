@@ -438,7 +438,7 @@ SLOW = {f"{name}.md" for name in RUNS if name not in ("gemm", "failing")}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in DOCUMENTS]
 )
-def test_it_is_told_as_before(name: str) -> None:
+def test_documents_equal_the_stored_ones(name: str) -> None:
     if name.startswith("help") and _NEWER_HELP:
         pytest.skip("help is laid out by this Python's argparse; what is expected is that of 3.11 and 3.12")
     expected, now = expected_in(file_of(name)).get(name, ""), document_of(name)
@@ -447,7 +447,7 @@ def test_it_is_told_as_before(name: str) -> None:
         pytest.fail("\n".join([f"{name} differs; read how. If all of it is wanted: {AGAIN} {name}", *lines]), False)
 
 
-def test_nothing_is_left_out() -> None:
+def test_every_document_is_stored_and_no_other() -> None:
     assert {path.name for path in TEXTS.iterdir()} == {*map(file_of, DOCUMENTS), MADE.name}
     for file in set(map(file_of, DOCUMENTS)):
         assert list(expected_in(file)) == [name for name in DOCUMENTS if file_of(name) == file], file

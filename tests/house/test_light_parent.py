@@ -27,7 +27,7 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
     return done, {name.split(".")[0] for name in IMPORTED.findall(done.stderr)}
 
 
-def test_the_door_is_light() -> None:
+def test_the_command_line_starts_without_heavy_packages() -> None:
     """In one process, since commands would import the same modules again in separate ones."""
     script = (
         "import sys, fp8bench.cli.main as cli\n"

@@ -166,7 +166,7 @@ def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exce
         (lambda batch: 7, None, LIMIT, (4096, None, 7), ""),
     ],
 )
-def test_what_ends_the_search(
+def test_the_reason_that_ended_the_search_is_stored(
     takes: Callable[[int], int | None],
     most: int | None,
     limit: int | None,
@@ -292,7 +292,7 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
         ),
     ],
 )
-def test_what_it_tries_first_and_last(search: Search, best: int, first: list[int]) -> None:
+def test_the_search_starts_at_the_given_batch(search: Search, best: int, first: list[int]) -> None:
     assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
 
 

@@ -99,7 +99,7 @@ def test_what_replays_leave_out_is_kept() -> None:
     assert fillings == {"transformer": filling_of(20e-6, 1), "gemm": filling_of(20e-6, 8)}
 
 
-def test_who_is_not_captured_says_why() -> None:
+def test_steps_that_are_not_captured_have_a_reason() -> None:
     found, worker = replayed(
         {"fp32": lasting(1), "bf16": lasting(1, uncapturable="it waits for a value of the device")}
     )

@@ -67,7 +67,7 @@ FIXED = StoppingRule(fixed=10, budget=1.0)
         (FIXED, 0, 120.0, ""),
     ],
 )
-def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
+def test_budgets_set_the_caps_of_rounds(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
     assert rule.reason_to_end(rounds, seconds) == why
 
 
@@ -83,7 +83,9 @@ def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None
         (True, 7, None, StoppingRule(fixed=7, ceiling=math.inf)),
     ],
 )
-def test_rule_for(quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule) -> None:
+def test_options_choose_the_stopping_rule(
+    quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule
+) -> None:
     assert rule_for(quick, rounds, budget) == expected
     nothing = rule_for(False, None, 0.0)  # which still gives one round
     assert (nothing.reason_to_end(0, 0.0), nothing.reason_to_end(1, 0.0)) == ("", "time was up after 1 round")
@@ -176,7 +178,7 @@ FOUND = Coverage(
 )
 
 
-def test_shares() -> None:
+def test_shares_of_converted_flops_are_counted() -> None:
     assert FOUND.converted_flops == 160
     assert FOUND.share == 0.8
     assert FOUND.unknown == 3
@@ -206,7 +208,7 @@ def test_every_bit_that_pynvml_knows_has_a_name() -> None:
         (0x802, ("application-clocks", "bit 0x800")),
     ],
 )
-def test_masks(mask: int, names: tuple[str, ...]) -> None:
+def test_throttle_masks_are_decoded(mask: int, names: tuple[str, ...]) -> None:
     assert reasons_in(mask) == names
 
 

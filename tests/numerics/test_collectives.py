@@ -212,7 +212,7 @@ def test_parts_are_those_of_the_whole(way: str, scaling: str) -> None:
     assert sqnr(parts, whole.double()) > 27
 
 
-def test_scales() -> None:
+def test_a_scale_is_the_largest_power_of_two_that_fits() -> None:
     """The largest power of two that fits.
 
     1 for an empty tensor, NaN for a non-finite one: an overflow sent as 448 would go unnoticed.

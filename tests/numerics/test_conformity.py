@@ -98,7 +98,7 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
         (lambda a, b: plain(a, b) / 0, Difference.UNEXPLAINED, "no numbers"),
     ],
 )
-def test_products(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
+def test_wrong_products_are_diagnosed(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = made(a, b).to(dtype)
     explained, why = explain_product(result, ConformitySums(a.double(), b.double(), dtype))
@@ -177,7 +177,7 @@ def cut_cast(x: Tensor) -> Tensor:
         (torch.clone, Difference.UNEXPLAINED, ""),
     ],
 )
-def test_casts(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
+def test_wrong_casts_are_diagnosed(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     explained, why = explain_cast(made(x), rounded(x), x, E4M3)
     assert (explained, words in why) == (difference, True), why

@@ -317,7 +317,7 @@ def test_drift_and_lag_of_scales(
         ([], [], 0.0),
     ],
 )
-def test_by_hand(value: list[float], reference: list[float], error: float) -> None:
+def test_relative_errors_equal_a_count_by_hand(value: list[float], reference: list[float], error: float) -> None:
     result = relative_frobenius(torch.tensor(value), torch.tensor(reference))
     assert result == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
     if len(value) == 1:

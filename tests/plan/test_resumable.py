@@ -190,7 +190,7 @@ def a_run(**changes: object) -> Run:
     return Run("abcd", "then", "a test", Request("gemm"), planned(), environment, (FACTS,))
 
 
-def test_the_same_place_is_no_foreign_one() -> None:
+def test_changed_load_and_memory_do_not_forbid_resuming() -> None:
     """Load and free memory may have changed."""
     facts = replace(FACTS, memory_bytes=1 << 31)
     assert not foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))

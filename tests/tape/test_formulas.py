@@ -218,7 +218,7 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
         (aten._linalg_svd.default, Where(), (ShareKind.UNKNOWN, "_linalg_svd")),
     ],
 )
-def test_rules(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
+def test_each_operator_has_a_kind(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
     assert kind_of(operator, where) == kind
 
 

@@ -56,7 +56,7 @@ def holds(interval: Interval | None, truth: float) -> bool:
     return interval.low <= truth <= interval.high
 
 
-def test_arms_are_three_times_the_options_less_one() -> None:
+def test_each_option_is_measured_alone_and_left_out() -> None:
     assert [len(list(arms_of("abcd"[:count]))) for count in (2, 3, 4)] == [4, 8, 11]
     assert next(arms_of(NAMES)) == () and len(set(arms_of(NAMES))) == 8
 
@@ -102,7 +102,7 @@ def test_an_ablation_is_read_back_and_has_a_row_for_each_arm() -> None:
     assert set(value_of(known)["saved"]["options"]) == set(NAMES)
 
 
-def test_options_that_need_one_another_come_out_so() -> None:
+def test_options_that_need_one_another_are_reported_as_interacting() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
         savings = Savings(known)
@@ -112,7 +112,7 @@ def test_options_that_need_one_another_come_out_so() -> None:
         assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
 
 
-def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:
+def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
     known = ablation(additive)
     emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
     low = replace(known, arms=tuple(emulated))
@@ -163,7 +163,7 @@ def test_the_quoted_speed_up_is_judged_by_its_own_options_only(known: Ablation, 
     assert len(said) == bool(judged) and all(sentence.endswith(judged) for sentence in said)
 
 
-def test_no_word_within_the_noise_floor() -> None:
+def test_a_saving_within_the_noise_floor_is_not_claimed() -> None:
     """Identical code differs by 30% here, so a fifth faster is not evidence."""
     known = ablation(lambda options: 10e-3 * (1.2 if options == NAMES else 1.0))
     assert ": slower" in next(iter(sentences(known)))
@@ -183,7 +183,7 @@ def test_no_word_within_the_noise_floor() -> None:
         ("nothing --options bf16,compile", "unknown suite 'nothing'"),
     ],
 )
-def test_what_cannot_be_meant_is_a_sentence(words: str, says: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(words: str, says: str, fp8bench: Say, tmp_path: Path) -> None:
     code, out, err = fp8bench("ablate", *words.split(), "--no-isolation", "--store", str(tmp_path / "store"))
     assert (code, out) == (2, "") and says in unfolded(err)
     assert not (tmp_path / "store" / "ablations").exists()
@@ -229,7 +229,7 @@ def ablated(fp8bench: Say, folder: Path, body: str, rounds: int, *more: str) -> 
     return json.loads(out)
 
 
-def test_a_file_is_its_suite(fp8bench: Say, tmp_path: Path) -> None:
+def test_a_file_is_accepted_in_place_of_its_suite(fp8bench: Say, tmp_path: Path) -> None:
     assert ablated(fp8bench, tmp_path, WAITS, 1, "--no-isolation")["suite"] == "planted"
     two = tmp_path / "two.py"
     two.write_text(SUITE.replace("BODY", SKIPS) + adding_up("second", 1))

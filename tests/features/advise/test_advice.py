@@ -67,7 +67,7 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
         ),
     ],
 )
-def test_one_group_by_one_rule(rule: str, records: list[Record], wanted: Met) -> None:
+def test_each_rule_gives_its_advice(rule: str, records: list[Record], wanted: Met) -> None:
     assert met(rule, records) is wanted
 
 
@@ -90,7 +90,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
 
 
-def test_what_would_measure_a_profile_is_a_profile() -> None:
+def test_the_suggested_command_of_a_profile_is_a_profile() -> None:
     make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
     forward = {**make, "pass": "forward", "optimizer": "none"}
     training = group(make, workload="model", fp8=FP8)
@@ -105,7 +105,7 @@ def holder(name: str, kind: str, flops: int, converted: bool = True) -> Holder:
     return Holder(name, kind, (8, 8), (), flops, 1, converted, "" if converted else "no product of ours for it")
 
 
-def test_coverage() -> None:
+def test_the_converted_share_of_a_model_is_reported() -> None:
     coverage = Coverage(
         (holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)), flops=100
     )
@@ -158,7 +158,7 @@ def study(*gaps: float) -> Study:
 
 
 @for_each(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
-def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
+def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], wanted: Met) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is wanted
     if len(gaps) > 1:  # with the study's map, the case is within the tolerance
         mapped = group(fp8=FP8)
@@ -222,7 +222,7 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
         (BF16, {"optimizer_step": 100, "elementwise": 100, "gemm": 2000, "cast": 1}, "amdahl", None, "is not alike"),
     ],
 )
-def test_why_nothing_is_done(
+def test_advice_to_do_nothing_has_a_reason(
     bf16: dict[str, int], fp8: dict[str, int], rule: str, gain: float | None, words: str
 ) -> None:
     advice = only(advise(group(bf16=bf16, fp8=fp8)), NOTHING)
@@ -230,7 +230,7 @@ def test_why_nothing_is_done(
     assert (advice.gain and advice.gain.point) == (gain and pytest.approx(gain, abs=2e-3))
 
 
-def test_what_is_worth_it_is_a_persons_own_choice() -> None:
+def test_thresholds_decide_what_is_worth_adopting() -> None:
     only(advise(group(fp8=FP8), least=0.3), ADOPT)
     only(advise(group(fp8=FP8), least=0.4), NOTHING)
     made = basis(group(fp8=FP8))
@@ -262,7 +262,7 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
     only(advise([looked, record("fp8", {"unattributed": 9217})], least=0.05), ADOPT)
 
 
-def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
+def test_labels_are_named_in_advice_that_depends_on_these_times() -> None:
     made = basis(group(fp8={**BF16, "cast": 100}))
     reference, case = made.findings
     labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
@@ -279,7 +279,7 @@ def test_layers_that_a_study_found_stay_high() -> None:
     assert all(advice.kind is not ROUTE for advice in advise(group(fp8=FP8), studies=(study(0.001),)).advice)
 
 
-def test_a_map_that_says_nothing_is_told_by_what_stays_high() -> None:
+def test_an_empty_map_is_described_by_its_high_layers() -> None:
     """A suite keeps its head high without a map, so the map of all other layers is empty."""
     low, high = study(0.1, 0.005).candidates
     made = replace(low, precision_map=(("head", "fp8"),)), replace(high, precision_map=())
@@ -344,7 +344,7 @@ def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int
     assert ("the like in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
 
 
-def test_other_reasons_are_other_advice() -> None:
+def test_different_reasons_give_separate_advice() -> None:
     reasons = ("out of memory (8 GiB)", "its state is not finite: 2 of 9", "no kernel", "labelled no-work (of 3)")
     groups = [group({**NANO, "batch": number}, fp8=FP8) for number in range(1, 5)]
     for records, reason in zip(groups, reasons, strict=True):
@@ -369,7 +369,7 @@ def test_a_range_is_not_told_as_an_interval(level: float, words: str) -> None:
     assert gain_text(gain) == words
 
 
-def test_of_several_settings_what_most_say() -> None:
+def test_advice_for_several_settings_follows_the_majority() -> None:
     sizes = [
         group({**NANO, "batch": batch}, fp8={**FP8, "cast": cast}) for batch, cast in ((1, 4000), (2, 600), (4, 500))
     ]

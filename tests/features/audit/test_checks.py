@@ -51,7 +51,7 @@ _BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 _FP8 = signed("product", "fp8")
 
 
-def test_what_torch_sees_of_a_call() -> None:
+def test_operators_of_a_call_are_recorded() -> None:
     a, b = torch.randn(8, 16), torch.randn(4, 16)
     assert work_of(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
     work = work_of(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
@@ -66,7 +66,7 @@ def test_what_torch_sees_of_a_call() -> None:
         *((honest, "-") for honest in ("emulated fp8", "a linear layer")),
     ],
 )
-def test_work_that_is_not_done(name: str, code: str) -> None:
+def test_missing_work_is_reported(name: str, code: str) -> None:
     assert codes_of(result_of(_BY_NAME[name], "cpu", [BY_NAME["work"]])) == code
 
 

@@ -54,7 +54,7 @@ def test_a_lie_that_hides_fails(kernel: Kernel, seed: int) -> None:
         ("a result of a subclass", "odd shapes", "-"),
     ],
 )
-def test_one_check_sees_it(name: str, check: str, code: str) -> None:
+def test_each_hidden_lie_is_found_by_its_check(name: str, check: str, code: str) -> None:
     assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME[check]])).split(", ")[0] == code
 
 
@@ -68,7 +68,7 @@ def test_one_check_sees_it(name: str, check: str, code: str) -> None:
         ("another order of sums each time", "-"),
     ],
 )
-def test_many_calls_show_it(name: str, code: str) -> None:
+def test_rare_lies_are_found_by_many_calls(name: str, code: str) -> None:
     assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME["memory"]])).split(", ")[0] == code
 
 
@@ -128,7 +128,7 @@ def _auditor(function: Callable[..., Tensor], kind: type[KernelHost] = KernelHos
     return Auditor(SUBJECTS[AuditKind.PRODUCT](kind(function, _FP8, CPU), _FP8, CPU), 0)
 
 
-def test_a_clock_that_says_less_than_passed_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_runs_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
     class Wrong(KernelHost):

@@ -29,7 +29,7 @@ OTHER_WAYS = ("ties away from zero", "the reciprocal of a scale")
 
 @pytest.mark.slow
 @for_each("row", [row for row in HONEST if row.name in OTHER_WAYS], ids=lambda row: row.name)
-def test_another_way_to_be_honest_is_a_remark(row: Kernel) -> None:
+def test_honest_variants_get_a_remark_only(row: Kernel) -> None:
     codes = codes_of(
         run_checks(row.name, KernelHost(row.made(), row.signature, CPU), row.signature, CPU, 1, QUICK_CHECKS)
     )
@@ -60,7 +60,7 @@ def test_a_mistake_that_one_input_alone_shows_is_not_named() -> None:
     assert judged(twice_at_first, Shape(64, 96, 256))[0] == "wrong-values"
 
 
-def test_nothing_is_named_of_few_results() -> None:
+def test_few_results_give_no_diagnosis() -> None:
     assert judged(lambda a, b: a @ b.t(), Shape(1, 1, 16))[0] in ("", "other-rounding")
     assert judged(lambda a, b: 30 * a @ b.t(), Shape(1, 1, 16))[0] == "wrong-values"
 

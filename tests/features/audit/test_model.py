@@ -110,7 +110,7 @@ def rules(audit: Audit) -> dict[str, str]:
     return {layer.name: layer.rule for layer in audit.layers if not layer.low}
 
 
-def test_a_model_that_nobody_converted() -> None:
+def test_an_unconverted_model_fails() -> None:
     audit = audit_model(Model(), IDS)
     assert codes(audit) == {"nothing-converted"} and len(audit.layers) == 9
 
@@ -165,7 +165,7 @@ def test_a_product_that_no_cast_changes_is_checked_on_random_numbers() -> None:
         assert codes(audit_model(nn.Sequential(layer), batch)) == expected
 
 
-def test_a_model_that_fails_and_one_without_a_batch() -> None:
+def test_a_failing_batch_cannot_tell_and_no_batch_is_needed() -> None:
     audit = audit_model(nn.Sequential(LowLinear(64, 64)), torch.randn(4, 48))
     assert audit.outcome is AuditOutcome.CANNOT_TELL and codes(audit, AuditOutcome.CANNOT_TELL) == {"raises"}
     audit = audit_model(nn.Sequential(LowLinear(64, 64)))
@@ -184,7 +184,7 @@ def convert(model: nn.Module, **options: Any) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_what_torchao_has_converted() -> None:
+def test_models_converted_by_torchao_are_recognised() -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = convert(Model(), module_filter_fn=_fits)

@@ -192,7 +192,7 @@ def test_one_broken_layer_of_three_alike_fails(place: int, name: str) -> None:
         ("no input gradient", "its input gradient does not exist"),
     ],
 )
-def test_a_failure_says_what_is_wrong(name: str, words: str) -> None:
+def test_a_failure_names_the_mistake(name: str, words: str) -> None:
     (_, why), *_ = failures(audited(network(0, BROKEN[name]), 0))
     assert words in why
 

@@ -56,7 +56,7 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
     ],
 )
-def test_products(function: object, precision: str, data: str, code: str) -> None:
+def test_products_are_judged_by_their_promise(function: object, precision: str, data: str, code: str) -> None:
     assert judged(subject(function, "product", precision), data).code == code
 
 
@@ -87,7 +87,7 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
         "no causal mask",
     ],
 )
-def test_a_mistake_has_its_name(name: str) -> None:
+def test_mistakes_are_diagnosed_by_name(name: str) -> None:
     kernel = _BY_NAME[name]
     kind, code = kernel.signature.kind, kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"

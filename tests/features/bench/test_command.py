@@ -56,7 +56,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert code == 2 and "compares callables, but advice is about precisions" in unfolded(err)
 
 
-def test_without_float64_an_answer_says_so(fp8bench: Say, store: Path) -> None:
+def test_an_answer_without_float64_mentions_it(fp8bench: Say, store: Path) -> None:
     words = ("--against", "mine.py:refuses_fp64", "--shape", "64x32,32x64", "--quick", "--no-report")
     code, out, err = fp8bench("bench", "mine.py:product", *words)
     assert code == 0, err
@@ -87,7 +87,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_what_cannot_be_compared_is_a_sentence(words: list[str], sentence: str, fp8bench: Say, store: Path) -> None:
+def test_callables_that_cannot_be_compared_give_a_message(
+    words: list[str], sentence: str, fp8bench: Say, store: Path
+) -> None:
     code, out, err = fp8bench("bench", *words, "--against", "torch:matmul", "--quick")
     assert code == (3 if "crashed" in sentence else 2) and sentence in unfolded(err), err
     assert not out and not [*store.rglob("*.jsonl")], "something was kept"

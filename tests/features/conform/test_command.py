@@ -128,7 +128,7 @@ def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[s
 
 
 @pytest.mark.slow
-def test_on_a_processor_all_conforms(fp8bench: Say, store: Path) -> None:
+def test_torchs_kernels_conform_on_a_cpu(fp8bench: Say, store: Path) -> None:
     code, out, _ = fp8bench("conform", "--device", "cpu", "--dtypes", "bf16,fp8,fp8-rowwise,fp8-e5m2")
     assert code == 0
     assert "native against emulated on cpu" in out and "up to the order of sums" in " ".join(out.split())

@@ -258,7 +258,7 @@ def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
         (["suite", "gemm", "--python-a", "bare"], "cannot import torch (ModuleNotFoundError"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(
+def test_bad_arguments_give_one_message(
     words: list[str], sentence: str, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], check=True)

@@ -117,7 +117,7 @@ def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_
         (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the stored first session
     ],
 )
-def test_what_one_side_does_fails_there(bad: Script, why: str, restarts: int) -> None:
+def test_a_fault_of_one_side_fails_that_side(bad: Script, why: str, restarts: int) -> None:
     pair = sides(bad, Script())
     progress = measured(pair, sessions=3)
     result = progress.result
@@ -126,7 +126,7 @@ def test_what_one_side_does_fails_there(bad: Script, why: str, restarts: int) ->
     assert sum(worker.restarts for worker in fakes(pair)) == restarts
 
 
-def test_memory_for_one_process_a_side() -> None:
+def test_a_side_without_memory_for_two_processes_keeps_one() -> None:
     """A second process does not fit on side B, so later sessions do not try again."""
     pair = sides(Script(), Script())
     fakes(pair)[3].capacity = 0
@@ -155,7 +155,7 @@ def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
         ({"version": None}, "side B has no suite"),
     ],
 )
-def test_what_does_not_compare_is_left_out(options: dict[str, Any], why: str) -> None:
+def test_cases_that_do_not_compare_are_left_out(options: dict[str, Any], why: str) -> None:
     pair = sides(Script(), Script(), **options)
     progress = measured(pair)
     assert progress.left_out.startswith(why) and not progress.alive
@@ -201,7 +201,7 @@ def run_duel(tmp_path: Path) -> Callable[..., Duel]:
     return functools.partial(run_in, tmp_path)
 
 
-def test_several_ranks_are_no_side(tmp_path: Path) -> None:
+def test_a_side_cannot_have_several_ranks(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a side of a duel is one process, but this asks for 2 ranks"):
         duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
@@ -312,7 +312,9 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
         (Request("gemm", budget=9.0), 3.0, (5, None, 3.0)),
     ],
 )
-def test_how_long_a_session_is(request_: Request, share: float | None, rule: tuple[int, int | None, float]) -> None:
+def test_a_session_is_as_long_as_its_options_demand(
+    request_: Request, share: float | None, rule: tuple[int, int | None, float]
+) -> None:
     found = duel_commands._rule(request_, share)
     assert (found.least, found.fixed, found.budget) == rule
     assert share is None or (found.ceiling == share and found.whole)
@@ -336,7 +338,7 @@ def path(tmp_path: Path) -> Path:
     return written(tmp_path)
 
 
-def test_what_was_written_is_read(path: Path) -> None:
+def test_a_written_duel_is_read_back(path: Path) -> None:
     duel = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),

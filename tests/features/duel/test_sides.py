@@ -59,7 +59,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder.resolve()
 
 
-def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_start_equally_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "lib" / "site-packages"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
@@ -89,7 +89,7 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
     assert not tree.exists()
 
 
-def test_a_file_that_a_revision_has_not(project: Path) -> None:
+def test_a_file_missing_from_a_revision_comes_from_the_tree(project: Path) -> None:
     (project / "new.py").write_text("")
     with open_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
@@ -108,7 +108,7 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
         open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
-def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_is_given_by_path_name_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are not resolved: a virtual environment's Python is a link."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     link = tmp_path / "env" / "bin" / "python"
@@ -156,7 +156,7 @@ def trees(commits: Path) -> list[str]:
     return [line for line in lines if line.startswith("worktree ")][1:]
 
 
-def test_a_tree_holds_the_revision_and_goes(
+def test_a_working_tree_holds_the_revision_and_is_removed(
     commits: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (commits / "below").mkdir()
@@ -178,7 +178,9 @@ def test_a_tree_holds_the_revision_and_goes(
 
 
 @for_each("error", [KeyboardInterrupt, RuntimeError])
-def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path, temporary: Path) -> None:
+def test_a_working_tree_is_removed_however_the_body_ends(
+    error: type[BaseException], commits: Path, temporary: Path
+) -> None:
     repository = repository_of(commits, OPTION)
     with contextlib.suppress(error), scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
         (tree / "made").write_text("by a build")
@@ -250,7 +252,7 @@ def test_a_duel_that_begins_meanwhile_leaves_it_alone(temporary: Path, monkeypat
     assert not list(temporary.iterdir())
 
 
-def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
+def test_an_unknown_revision_is_refused(commits: Path, tmp_path: Path) -> None:
     """For a shallow clone, as in CI, the message names the command that fetches more."""
     for word in ("nope", "", "--help", "v1:file", "0" * 40):
         with pytest.raises(UsageError, match=r"is not a commit of the repository .*Give a commit"):
@@ -260,7 +262,7 @@ def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
         revision_of(repository_of(tmp_path / "shallow", OPTION), "HEAD~1", OPTION)
 
 
-def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_outside_a_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match=r"--against wants a git repository.*not a git repository"):
         repository_of(tmp_path, OPTION)
@@ -272,7 +274,7 @@ def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         repository_of(tmp_path, OPTION)
 
 
-def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
+def test_a_working_tree_that_git_refuses_gives_its_message(commits: Path, temporary: Path) -> None:
     repository = repository_of(commits, OPTION)
     with scratch() as folder:
         (folder / "tree").mkdir()
@@ -282,7 +284,7 @@ def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 
-def test_no_room_for_anything_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_temporary_folder_gives_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(StoreError, match=r"set TMPDIR to a folder"):
         scratch().__enter__()

@@ -197,7 +197,7 @@ def test_slow_modes_are_no_change(count: int) -> None:
     assert alarms <= 0.05 * count
 
 
-def test_the_same_is_the_same() -> None:
+def test_equal_sides_are_called_the_same() -> None:
     times = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
     assert (times.verdict, times.ratio.point, times.chance, times.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
     assert times.ratio.low == pytest.approx(1) and times.ratio.high == pytest.approx(1)
@@ -214,7 +214,7 @@ def test_the_same_is_the_same() -> None:
         ((1e-3,), (1.5e-3,), Verdict.UNSURE),  # one process per side
     ],
 )
-def test_one_session_tells_what_no_noise_does(
+def test_one_session_decides_only_what_noise_cannot_explain(
     before: Sequence[float], after: Sequence[float], verdict: Verdict
 ) -> None:
     times = known([session(before, after)])
@@ -260,7 +260,7 @@ def compared_times(*sessions: Session, before: Record | None = None, after: Reco
     return next(compare_case(CaseResult(before or record(None), after or record(None), sessions)))
 
 
-def test_a_slower_side() -> None:
+def test_a_slower_side_is_found() -> None:
     slower = compared_times(*SLOWER)
     assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
         Direction.WORSE,
@@ -277,7 +277,7 @@ def test_a_slower_side() -> None:
     assert p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
 
 
-def test_values_of_one_side_and_those_that_are_no_cost() -> None:
+def test_values_of_one_side_are_not_compared() -> None:
     """For decibels more is better, so only their error is compared."""
     result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
     found = {comparison.metric: comparison for comparison in compare_case(result)}

@@ -76,7 +76,7 @@ def test_a_worker_reads_a_run_that_is_whole_once(
     assert read == [Path(whole.path)]
 
 
-def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
+def test_an_interrupted_cell_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
     _, run = measure(plan, 0, tmp_path)
     path = Path(run.path)
     head = path.read_bytes().splitlines(keepends=True)[0]
@@ -92,7 +92,7 @@ def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> Non
     assert of(plan, tmp_path)[0] == "done"
 
 
-def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
+def test_a_cell_has_one_worker_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
     with lock_folder(folder_of(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
         with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):

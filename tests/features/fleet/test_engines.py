@@ -93,7 +93,7 @@ def until(true: Callable[[], bool], seconds: float = 240) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("slurm")
-def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
+def test_slurm_runs_each_worker_as_a_job(plan: Path, fp8bench: Say, store: Path) -> None:
     options = ("--option", "exclusive=no", "--option", "comment=cells")
     code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--workers", "2", "--wait", *options)
     assert code == 0 and "3 done." in out, (out, err)
@@ -244,7 +244,7 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
     assert again.returncode == 0 and [len(state.attempts) for state in states_of(held, store)] == [1, 1, 1]
 
 
-def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
     order = Order(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)

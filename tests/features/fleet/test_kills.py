@@ -82,7 +82,9 @@ def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: 
     [pytest.param(3, 6.0, marks=pytest.mark.slow), pytest.param(30, 30.0, marks=pytest.mark.nightly)],
 )
 @pytest.mark.timeout(7200)
-def test_killed_at_any_moment(kills: int, longest: float, plan: Path, store: Path, tmp_path: Path) -> None:
+def test_kills_at_any_moment_lose_no_finished_cell(
+    kills: int, longest: float, plan: Path, store: Path, tmp_path: Path
+) -> None:
     """Afterwards every cell gets one complete run, and runs complete before are untouched.
 
     Uses as many fleets as the kills need. Remaining workers end by themselves.

@@ -33,7 +33,7 @@ def test_honest_fleets_are_seldom_named(machines: int, spread: float, most: int)
 
 
 @for_each(("machines", "slow"), [(6, ("m1",)), (8, ("m1", "m5", "m7")), (16, ("m3",))])
-def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
+def test_only_slow_machines_are_named(machines: int, slow: tuple[str, ...]) -> None:
     times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))
     assert odd(times) == set(slow)
 
@@ -53,7 +53,7 @@ def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
     assert not find_deviations(times)["f"].odd
 
 
-def test_too_few_and_too_alike() -> None:
+def test_few_or_equal_machines_show_nothing() -> None:
     assert find_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
     equal = dict.fromkeys("uvwxyz", 1.0)
     assert not odd({"a": equal})

@@ -170,7 +170,7 @@ def test_machines_that_share_the_cells_lack_nothing(
     assert code == 0 and "2 of 3 cells were measured completely" in out and "measured by no machine: gemm" in out
 
 
-def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
+def test_a_report_of_bad_files_gives_a_message(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words, said in (
         ((str(tmp_path / "empty"),), "has no run"),

@@ -38,7 +38,7 @@ def measured(store: Path, number: int, milliseconds: float = 1.0, status: Status
         keep(store, run_at(number, number + 1 + run / 10, records=some))
 
 
-def test_nothing_is_worse(store: Path, say: Say) -> None:
+def test_unchanged_runs_pass(store: Path, say: Say) -> None:
     for number in range(2):
         measured(store, number)
     before = tree(store)
@@ -108,7 +108,7 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
 
 
 @for_each("facts", [{}, {"imports_sha256": "9"}, {"commit": "f" * 40}])
-def test_a_duel_where_it_asks_the_same_question(
+def test_a_duel_runs_only_for_the_current_code(
     tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar]
 ) -> None:
     """A duel measures the current tree: for other user code or another commit it would clear the wrong code."""
@@ -174,7 +174,9 @@ def changed(**changes: Any) -> tuple[Record, ...]:
         ),
     ],
 )
-def test_never_green_for_nothing(tmp_path: Path, say: Say, runs: list[Run], code: int, expected: str) -> None:
+def test_a_gate_without_figures_does_not_pass(
+    tmp_path: Path, say: Say, runs: list[Run], code: int, expected: str
+) -> None:
     for run in runs:
         keep(tmp_path, run)
     ended, out, _ = say(commit(0), commit(1), "--store", str(tmp_path), "--junit", "out.xml")
@@ -201,7 +203,7 @@ SIDES = [commit(0), commit(1)]
         ([*SIDES, "--junit", "no/such/file"], "--junit 'no/such/file' cannot be"),
     ],
 )
-def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
+def test_bad_arguments_are_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
     if not store.exists():
         history(store, 1.0, 1.5)
     code, out, err = say(*words)
@@ -209,7 +211,7 @@ def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None
 
 
 @pytest.mark.slow
-def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
+def test_another_run_confirms_or_clears_a_suspect(tmp_path: Path) -> None:
     folder = PacedFolder(tmp_path)
     (tmp_path / "rules.yaml").write_text(RULES)
     sides = []

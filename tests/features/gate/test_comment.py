@@ -91,7 +91,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 
 
 @for_each("name", CASES)
-def test_the_outcome(name: str) -> None:
+def test_the_comment_begins_with_the_outcome(name: str) -> None:
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
@@ -115,7 +115,7 @@ def markdown_free(text: str) -> str:
     return re.sub(r"[\\`]", "", text)
 
 
-def test_a_case_that_was_cut_off() -> None:
+def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
     verdict, duel = verdict_of([case()])
     lost = GateSource("duel", (failed_case("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
     for unfinished in (judge_source(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
@@ -123,7 +123,7 @@ def test_a_case_that_was_cut_off() -> None:
     assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
 
 
-def test_what_the_table_says() -> None:
+def test_the_table_lists_changes_with_intervals() -> None:
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     text = comment(review(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
@@ -137,7 +137,7 @@ def test_what_the_table_says() -> None:
 
 
 @pytest.mark.slow
-def test_many_cases_are_25_lines() -> None:
+def test_a_comment_on_many_cases_has_25_lines() -> None:
     def wordy(record: Record, place: int) -> Record:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
@@ -211,7 +211,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.nightly
-def test_the_action_on_two_commits(job: Job) -> None:
+def test_the_action_compares_two_commits(job: Job) -> None:
     base = job.repository.commit(20_000)
     job.repository.commit(60_000)
     outputs, text = job.compared(base)
@@ -221,7 +221,7 @@ def test_the_action_on_two_commits(job: Job) -> None:
     assert job.step("verdict", CODE=outputs["code"], STATUS=outputs["status"]).returncode == 1
 
 
-def test_an_action_that_cannot_compare(job: Job) -> None:
+def test_an_action_that_cannot_compare_names_the_cause(job: Job) -> None:
     first = job.repository.commit(20_000)
     outputs, text = job.compared("0" * 40)
     assert outputs == {"code": "2", "status": "infrastructure error"} and "is not a commit of the repository" in text
@@ -242,7 +242,7 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
         ("4", False, "true", "", 4, "::warning::fp8bench: a word. This job is red"),
     ],
 )
-def test_the_check_and_the_verdict_of_the_action(
+def test_the_action_sets_a_check_with_its_verdict(
     tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
 ) -> None:
     (tmp_path / "checkout").mkdir(exist_ok=True)

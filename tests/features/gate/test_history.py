@@ -90,7 +90,7 @@ def test_a_second_look_must_lie_near_the_new_level(
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
 
 
-def test_an_error_that_is_no_number_any_more(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_became_nan_fails(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_error(value: float) -> tuple[Record, ...]:
         return tuple(replace(one, measurements=(error("product_error", value),)) for one in records())
 
@@ -200,7 +200,7 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
     assert code == 0 and "smallest slow-down: +" in out and "/fp32" in out and "bf16" not in out
 
 
-def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
+def test_a_case_that_fails_tonight_fails_the_gate(store: Path, fp8bench: Say) -> None:
     history(store, *FLAT)
     for number, code in ((len(FLAT), 3), (len(FLAT) + 1, 0)):
         keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
@@ -211,7 +211,7 @@ def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
     assert code == 3 and "was interrupted" in out
 
 
-def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
+def test_an_empty_history_does_not_pass(store: Path, fp8bench: Say) -> None:
     code, _, err = fp8bench("gate", "--history")
     assert code == 2 and "is not there" in err
     (store / "runs").mkdir(parents=True)
@@ -225,7 +225,7 @@ def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
     assert code == 3 and "came to a number" in out
 
 
-def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say) -> None:
+def test_a_night_without_runs_of_this_commit_fails(store: Path, fp8bench: Say) -> None:
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     history(store, *FLAT[:-1])

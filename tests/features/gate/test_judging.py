@@ -120,11 +120,11 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.SUSPECTED),
     ],
 )
-def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
+def test_a_first_look_sorts_figures_by_outcome(change: Comparison, outcome: GateOutcome) -> None:
     assert first_look([change])[0].outcome is outcome
 
 
-def test_chance_among_many() -> None:
+def test_many_figures_need_smaller_p_values() -> None:
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
     assert first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
@@ -184,7 +184,9 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (stored(1.2), None, GateOutcome.REGRESSION),
     ],
 )
-def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: GateOutcome) -> None:
+def test_a_second_look_confirms_clears_or_leaves_open(
+    first: Comparison, again: Comparison | None, outcome: GateOutcome
+) -> None:
     settled = settle(first, again)
     assert settled.outcome is outcome
     assert outcome is not GateOutcome.SUSPECTED or again is None or again.why in settled.why
@@ -196,7 +198,7 @@ def test_what_would_confirm_is_named() -> None:
     assert "fp8bench duel suite" in settle(stored(1.08), stored(1.08)).why
 
 
-def test_without_a_second_look() -> None:
+def test_figures_without_a_second_look_keep_their_suspicion() -> None:
     for change, outcome in (
         (stored(1.2), GateOutcome.REGRESSION),
         (stored(1.08), GateOutcome.SUSPECTED),
@@ -208,7 +210,7 @@ def test_without_a_second_look() -> None:
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
 
-def test_what_is_ignored() -> None:
+def test_times_with_a_ratio_and_figures_named_by_rules_are_ignored() -> None:
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
     assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.OPEN]
     assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
@@ -229,7 +231,7 @@ def test_what_is_ignored() -> None:
         ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
     ],
 )
-def test_exit_codes(outcomes: str, code: int, headline: str) -> None:
+def test_outcomes_decide_the_exit_code(outcomes: str, code: int, headline: str) -> None:
     fine = first_look([figure(1.0)])[0]
     verdict = GateVerdict("b against a", tuple(replace(fine, outcome=GateOutcome[name]) for name in outcomes.split()))
     assert (verdict.exit_code, verdict.headline) == (code, headline)
@@ -260,12 +262,12 @@ USUAL = (Setting(1, 1, 0.02), Setting(5, 5, 0.02, one_sided=True))
     ),
     ids=str,
 )
-def test_of_100_cases_nothing_alarms(setting: Setting) -> None:
+def test_an_unchanged_build_of_100_cases_raises_no_alarm(setting: Setting) -> None:
     assert false_alarms(setting, BUILDS) <= MOST
 
 
 @for_each("setting", [Setting(1, 1, 0.01), Setting(3, 1, 0.02), Setting(5, 5, 0.01)])
-def test_what_was_planted_is_found(setting: Setting) -> None:
+def test_a_planted_slow_down_is_found(setting: Setting) -> None:
     assert found(setting, 1.3, 20) >= 0.9
 
 
@@ -307,7 +309,7 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
     assert abs(share_failing(stored_runs(setting), 60) - 0.8) < 0.1 + 3 * math.sqrt(0.16 / 60)
 
 
-def test_noise_decides_what_would_be_found() -> None:
+def test_noise_raises_the_smallest_detectable_slow_down() -> None:
     (usual,) = sights(figure(1.0, noise=DUEL), second=Second.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.enough
     wide = Interval(1.0, 0.96, 1.04, 0.99)
@@ -321,7 +323,7 @@ def test_noise_decides_what_would_be_found() -> None:
     assert short.threshold == 0.5 and short.smallest == usual.smallest
 
 
-def test_what_stored_runs_would_find() -> None:
+def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     (many,) = sights(figure(1.0, evidence=Evidence.CROSS_RUN, noise=MANY))
     assert 0.05 < many.smallest < 0.1 and not many.unknown
     dozen = [stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)]
@@ -395,7 +397,7 @@ def test_the_least_step_is_the_code_s_own() -> None:
     assert least_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
 
 
-def test_words() -> None:
+def test_the_summary_names_the_worst_figure() -> None:
     blind, young = history(0.05, 30), history(0.05, 3)
     assert summary((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary((blind, young))
     assert summary((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
@@ -475,7 +477,7 @@ def test_a_planted_slow_down_never_passes(count: int, spread: float, planted: fl
         assert stored_verdict(Setting(1, 1, spread), draw, 1 + planted).exit_code in (1, 4)
 
 
-def test_what_is_unchanged_and_quiet_passes() -> None:
+def test_an_unchanged_quiet_build_passes() -> None:
     draw = random.Random(0)
     assert duel_verdict(draw, 1.0, 0.002).exit_code == 0
     assert stored_verdict(Setting(5, 5, 0.003), draw, 1.0).exit_code == 0

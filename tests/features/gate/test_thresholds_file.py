@@ -23,7 +23,7 @@ def rules_of(folder: Path, text: str) -> tuple[ThresholdRule, ...]:
     return read_rules(file)
 
 
-def test_the_first_rule_that_fits(tmp_path: Path) -> None:
+def test_the_first_matching_rule_applies(tmp_path: Path) -> None:
     rules = rules_of(
         tmp_path,
         "# nightly\n"
@@ -64,7 +64,7 @@ def test_the_first_rule_that_fits(tmp_path: Path) -> None:
         *((text, "cannot be read (") for text in ("gemm: [", "\x00")),
     ],
 )
-def test_nonsense(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_malformed_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         rules_of(tmp_path, text)
     assert expected in str(caught.value) and "my.yaml" in str(caught.value)

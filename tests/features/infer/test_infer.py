@@ -42,7 +42,7 @@ from tests.workloads.steps import CPU
 CONTEXTS, MODELS = (128, 512, 513, 1024, 2048), "tests.nn.served_models"
 
 
-def test_words_of_arms_and_back() -> None:
+def test_names_of_arms_are_parsed_and_printed() -> None:
     for word in [
         "bf16",
         "kv=fp8",
@@ -76,7 +76,7 @@ def test_words_of_arms_and_back() -> None:
         ("tf32", Level.REFUSED, ""),
     ],
 )
-def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
+def test_arms_name_their_native_kernels(dtype: str, level: Level, words: str) -> None:
     support = served_support({"size": "nano", "kv": OWN, "weights": OWN}, precisions.get(dtype), CPU)
     assert support.level is level and words in support.reason
     both = {"size": "nano", "kv": "fp8", "weights": OWN}  # an axis and a dtype with the same meaning
@@ -171,7 +171,7 @@ def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tup
     assert told > 3
 
 
-def test_what_was_measured_counts_more_than_lines() -> None:
+def test_measured_contexts_override_the_fitted_lines() -> None:
     contexts = (128, 257, 512, 769, 1024, 1281, 1536, 1793, 2048, 4096)
     reference = paged(1, 1e-3, 1e-6, contexts, 0)
     slow_at = dict.fromkeys(contexts, 1.0) | {1281: 1.3}
@@ -188,7 +188,7 @@ def test_what_was_measured_counts_more_than_lines() -> None:
     assert re.search("bf16 +pays from a context of", text) and "measured slower at 1281" in text
 
 
-def test_crossings_are_told_where_there_are_any() -> None:
+def test_crossings_are_printed_if_they_exist() -> None:
     reference = fitted(1, 24, 0.01, 1e-3, 6e-7)
     sooner = crossing_of(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
     later = crossing_of(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
@@ -262,7 +262,7 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
         quality(held_out_text(256), arms=ARMS[:2])
 
 
-def test_what_is_no_number_is_said(found: Quality) -> None:
+def test_values_that_are_not_numbers_are_reported(found: Quality) -> None:
     bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf)
     arms = Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("fp32", "fp8")
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
@@ -317,6 +317,6 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
         ("--from last", "no training 'last'"),
     ],
 )
-def test_bad_input_is_a_sentence(words: str, said: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(words: str, said: str, fp8bench: Say, tmp_path: Path) -> None:
     code, out, err = fp8bench("infer", *words.split(), "--store", str(tmp_path))
     assert code == 2 and not out and said in err and not list(tmp_path.iterdir()), err

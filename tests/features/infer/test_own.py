@@ -76,7 +76,7 @@ def test_quality_of_a_model_that_masks_ids() -> None:
     assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
 
 
-def test_an_arm_of_nan_is_told_and_samples_nothing() -> None:
+def test_an_arm_with_nan_is_reported_and_samples_nothing() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:nan_in_bf16"), 256, (Arm("fp32"), Arm("bf16")), CPU, 0, 2)
     quality = InferBench(Settings()).quality(task)
     lead, low = quality.rollouts
@@ -95,7 +95,7 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 
-def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_questions_about_a_users_model_are_completed_or_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
     assert question.is_own and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
@@ -161,7 +161,7 @@ def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
     assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
 
 
-def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
     records = [

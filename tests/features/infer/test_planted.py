@@ -71,7 +71,7 @@ def test_a_model_that_cheats_is_labelled(
         assert {claim.label for claim in claims_of(record, None)} == wanted, record.case.id
 
 
-def test_text_that_is_encoded_again() -> None:
+def test_windows_are_slices_of_the_encoded_text() -> None:
     folder = Path(sysconfig.get_paths()["stdlib"])
     whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
     ids = whole.encode("ascii", errors="replace")
@@ -82,7 +82,7 @@ def test_text_that_is_encoded_again() -> None:
 
 
 @for_each("maker", ["of_another_vocabulary", "of_longer_texts"])
-def test_tokens_that_the_model_has_not_are_a_sentence(maker: str) -> None:
+def test_tokens_outside_the_vocabulary_give_a_message(maker: str) -> None:
     task = QualityTask(ServedModel(f"{MODELS}:{maker}"), 512, (Arm("fp32"), Arm("bf16")), CPU, 0)
     with pytest.raises(UsageError, match="fewer positions or ids: give shorter"):
         InferBench(Settings()).quality(task)

@@ -46,7 +46,7 @@ def test_an_interval_over_few_texts_is_wide() -> None:
     assert one.point == pytest.approx(float(gaps[0].exp().mean())) and (one.low, one.high) == (-math.inf, math.inf)
 
 
-def test_of_known_distributions_they_are_the_truth() -> None:
+def test_figures_estimate_the_truth_of_known_distributions() -> None:
     """400,000 draws from one of two: k3 is the divergence, the mean ratio 1, the effective share 1 / (1 + chi2)."""
     random = np.random.default_rng(3)
     p, q = random.dirichlet(np.ones(40)), random.dirichlet(np.ones(40) * 50)
@@ -75,7 +75,7 @@ def test_the_reference_against_itself_is_the_floor() -> None:
     assert low.ratio.low < 1 < low.ratio.high
 
 
-def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
+def test_probabilities_while_sampling_equal_those_of_one_pass(
     serve: tuple[Serve, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checked for bf16 weights with an exact cache; k3 estimates the exact divergence of whole distributions."""
@@ -101,7 +101,7 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     assert gap.kl == pytest.approx(exact, rel=0.25)
 
 
-def test_scales_that_stay_are_those_of_the_prompt(serve: tuple[Serve, Tensor]) -> None:
+def test_static_scales_come_from_the_prompt(serve: tuple[Serve, Tensor]) -> None:
     """If each step recomputed them, gaps would be 1.5 times as large."""
     build, text = serve
     scaled = Arm("fp32", "fp8-tensor")

@@ -48,7 +48,7 @@ def test_the_configuration_shows_five_options_and_where_the_others_are(written: 
 
 @pytest.mark.slow
 @for_each("every", [False, True])
-def test_what_it_writes_runs(
+def test_the_written_configuration_runs(
     every: bool, written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
@@ -190,7 +190,7 @@ def test_without_a_terminal_nobody_is_asked(
 
 
 @for_each("there", FILES)
-def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
+def test_existing_files_are_never_overwritten(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
     file = tmp_path / "project" / there
     file.parent.mkdir(parents=True)
     file.symlink_to("nowhere")
@@ -199,7 +199,7 @@ def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8benc
     assert [path for path in (tmp_path / "project").rglob("*") if not path.is_dir()] == [file]
 
 
-def test_a_folder_that_takes_nothing(store: Path, fp8bench: Say) -> None:
+def test_an_unwritable_folder_is_refused(store: Path, fp8bench: Say) -> None:
     Path("file").touch()
     code, _, err = unfolding(fp8bench)("init", "file")
     assert code == 2 and "cannot be written" in err

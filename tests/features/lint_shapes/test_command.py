@@ -37,7 +37,7 @@ def say(store: Path, fp8bench: Say) -> Say:
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
     ],
 )
-def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, said: str) -> None:
+def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int, said: str) -> None:
     ended, out, _ = say(*words.split())
     assert ended == code and said in " ".join(out.split()), out
 
@@ -53,7 +53,7 @@ def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, sa
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
     ],
 )
-def test_bad_usage_is_one_sentence(say: Say, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(say: Say, words: str, said: str) -> None:
     code, out, err = say(*words.split())
     assert (code, out) == (2, "") and said in only_sentence(err)
 
@@ -175,7 +175,7 @@ def test_a_padded_product_fits() -> None:
                 assert lint(LinearShape("", *found.padded), mode, device).fits, (mode, device, found.padded)
 
 
-def test_options_of_modes_count() -> None:
+def test_options_of_modes_change_the_rules() -> None:
     """NVIDIA has no product of two E5M2 operands; a bf16 weight gradient is not a scaled product."""
     shape = LinearShape("", 64, 64, 64)
     refused = lint(shape, "fp8:formats=e5m2", H100)

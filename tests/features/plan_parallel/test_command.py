@@ -53,7 +53,7 @@ def written(folder: Path, lines: dict[str, str]) -> Path:
         ("fp4", "3", "h100.yaml: unknown key 'fp4'"),
     ],
 )
-def test_nonsense_is_refused(tmp_path: Path, line: str, value: str, words: str) -> None:
+def test_bad_numbers_are_refused(tmp_path: Path, line: str, value: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
         read_topology(written(tmp_path, {**LINES, line: value}))
     assert words in str(error.value)
@@ -228,7 +228,7 @@ def test_other_models_are_no_decoders(layers: tuple[str, ...]) -> None:
     assert sizes_of(holders(*layers)[:-1]) is None
 
 
-def test_one_gpu_divides_nothing(say: Say) -> None:
+def test_one_gpu_needs_no_split(say: Say) -> None:
     code, out, _ = say("nano", "--gpus", "1", "--topology", "h100")
     assert code == 0 and "one GPU" in out and "each kind of division" not in out
 
@@ -245,7 +245,7 @@ def test_one_gpu_divides_nothing(say: Say) -> None:
         ("llama3-8b --gpus 8 --batch 16 --rlhf --checkpointing full", 0, "reference and reward"),
     ],
 )
-def test_what_an_answer_is_worth_is_said(say: Say, topology: Path, words: str, code: int, said: str) -> None:
+def test_an_answer_says_what_it_rests_on(say: Say, topology: Path, words: str, code: int, said: str) -> None:
     ended, out, _ = say(*words.replace("MEASURED", MEASURED).split(), "--topology", str(topology))
     assert ended == code and said in " ".join(out.split())
     assert said.startswith("No whole") or "No whole training" not in out or "--calibrate" not in words
@@ -273,7 +273,7 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     assert way("--compiled-loss")["logits_bytes"] == pytest.approx(way()["logits_bytes"] / 3)
 
 
-def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
+def test_fp8_lm_needs_less_memory(say: Say, topology: Path) -> None:
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8", "--batch", "16")
 
     def value(*words: str) -> Any:
@@ -319,7 +319,7 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links carry"),
     ],
 )
-def test_nonsense(say: Say, topology: Path, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(say: Say, topology: Path, words: str, said: str) -> None:
     code, _, err = say(*words.replace("FILE", str(topology)).split())
     assert code == 2 and said in err
 

@@ -96,7 +96,7 @@ def test_a_wrong_formula_leaves_a_band(
     assert {figure.row.name for figure in held() if not figure.inside} >= rows
 
 
-def test_memory_by_hand() -> None:
+def test_memory_equals_a_count_by_hand() -> None:
     block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
     assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
     alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
@@ -108,7 +108,7 @@ def test_memory_by_hand() -> None:
     assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
 
 
-def test_pace_by_hand() -> None:
+def test_pace_equals_a_count_by_hand() -> None:
     layout = ParallelLayout(copies=2, shards=2, tensor=2)
     found = pace_of(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
@@ -137,7 +137,7 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
     level=some.sampled_from(list(Checkpointing)),
     count=some.sampled_from([1, 2, 4, 8]),
 )
-def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
+def test_formulas_obey_basic_laws(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
     assert (
@@ -152,7 +152,7 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)
 
 
-def test_what_fp8_lm_keeps() -> None:
+def test_fp8_lm_stores_the_published_bytes() -> None:
     """As published: 6 of 16 bytes a weight (arXiv 2310.18313); moments 62.5% less (MS-AMP's page on its levels)."""
     wide, narrow = STATES["fp32"], STATES["fp8-lm"]
     assert (wide.total, narrow.total) == (16, 6)
@@ -164,7 +164,7 @@ def test_what_fp8_lm_keeps() -> None:
         assert (after.kept, after.block, after.logits) == (before.kept, before.block, before.logits)
 
 
-def test_its_copies_and_what_it_sends_by_hand() -> None:
+def test_copies_and_traffic_of_fp8_lm_equal_a_count_by_hand() -> None:
     """Weights are sent as one byte instead of two and stored in two orientations.
 
     Gradients are summed and sent as one byte instead of four.
@@ -201,7 +201,7 @@ def test_rlhf_keeps_four_models_of_which_two_are_trained() -> None:
     assert narrow.states / found.states == 1 - 0.625 and narrow.frozen / found.frozen == 0.5
 
 
-def test_zero_one_by_hand() -> None:
+def test_zero_one_equals_a_count_by_hand() -> None:
     """Each of four replicas stores all weights and gradients and a quarter of the rest.
 
     It sends gradients and receives weights.
@@ -223,7 +223,7 @@ def test_zero_one_by_hand() -> None:
     [*zip(TABLE["fp8_lm"], (0.32, 0.36, 0.43), strict=True)],
     ids=lambda value: value["model"] if isinstance(value, dict) else "",
 )
-def test_what_fp8_lm_saves(row: dict[str, Any], share: float) -> None:
+def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) -> None:
     """Within 9% of the published GiB.
 
     bf16 weights and fp32 gradients are complete in each replica, optimizer states are sharded. With FP8 weights in one

@@ -27,7 +27,7 @@ def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: in
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
-def test_every_way_is_there_once(gpus: int, batch: int) -> None:
+def test_every_split_is_listed_once(gpus: int, batch: int) -> None:
     question = asked(gpus=gpus, batch=batch)
     every = list(layouts(question))
     assert len(every) == len(set(every)) and all(layout.gpus == gpus for layout in every)
@@ -71,7 +71,7 @@ def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
     assert levels["llama3-405b"] == (Checkpointing.FULL, False)
 
 
-def test_the_matrix() -> None:
+def test_each_kind_of_model_gets_its_usual_split() -> None:
     """Small: DDP. 8B on a node: FSDP. 405B on many: TP and PP. Long sequences: CP.
 
     Experts only if the model has some.

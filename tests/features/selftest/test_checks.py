@@ -42,7 +42,7 @@ def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side
     assert {case.device for case in worker.prepared} == {facts.key}
 
 
-def test_what_is_planted_runs(bench: Bench) -> None:
+def test_the_planted_slow_down_runs_on_a_real_bench(bench: Bench) -> None:
     """The product followed by tiny calls, on a real bench: scripted steps would not notice a missing parameter."""
     bench.prepare("planted", checks._planted_case(64, 800), CPU)
     assert len(bench.slot("planted", 3, 0).steps) == 3

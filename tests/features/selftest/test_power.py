@@ -120,7 +120,9 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     assert operation.key in power.OPERATIONS
 
 
-def test_the_command(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_table_and_json_of_the_same_trials(
+    fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Known(Scripted):
         def __init__(self, settings: object) -> None:
             vars(self).update(vars(slowing(50.0)))

@@ -56,7 +56,7 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
         ("--write-map nowhere/map", "cannot be written"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -> None:
+def test_bad_arguments_give_one_message(words: str, said: str, say: Say) -> None:
     code, out, err = say(*words.split())
     assert (code, out) == (2, "") and said in only_sentence(err)
 
@@ -99,7 +99,7 @@ def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatc
     assert code == 3 and "the reference itself failed: RuntimeError: no such kernel" in out
 
 
-def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_prints_the_finished_part(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     inner, calls = Bench.losses, []
 
     def interrupted(self: Bench, *arguments: object) -> tuple[float, ...]:

@@ -105,7 +105,7 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     assert told[-1] == (12, 13, "trainings", "training with all layers")
 
 
-def test_by_kind_whole_kinds_are_low() -> None:
+def test_a_study_by_kind_lowers_whole_kinds() -> None:
     trainer = Trainer(costs())
     study, _ = studied(trainer, By.KIND)
     assert [trial.precision_map for trial in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]

@@ -101,7 +101,7 @@ def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
     assert "noise is unknown" in words and "+0.00%" not in words.split("low layer")[0]
 
 
-def test_the_worst_come_first() -> None:
+def test_layers_are_sorted_by_their_damage() -> None:
     probes = (
         probe("small", 2.0, 0.1),
         probe("better", 1.5, 0.2),
@@ -128,7 +128,7 @@ def told(study: Study) -> str:
     return " ".join(render(page_of(study)).split())
 
 
-def test_what_there_is_to_tell_is_told() -> None:
+def test_a_study_without_results_gives_reasons() -> None:
     probes = probe("a", 2.5), replace(probe("b", 2.0), failure="the loss is nan in step 2", losses=(3.0, math.nan))
     lost = replace(STUDY, probes=probes, candidates=(probe("all", 2.5),), finished=True)
     assert "every map was tried" in told(lost) and "interrupted" in told(replace(lost, finished=False))
@@ -179,7 +179,7 @@ WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()
 
 
 @given(WILD, st.data())
-def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataObject) -> None:
+def test_any_names_and_kinds_of_layers_are_mapped(layers: list[Layer], data: st.DataObject) -> None:
     modes = st.sampled_from(["x", "y", "z"])
     wanted = {layer.name: data.draw(modes) for layer in layers}
     usual = {layer.name: data.draw(modes) for layer in layers}

@@ -56,7 +56,7 @@ def test_numbers_must_agree_and_builds() -> None:
         merge_answers("software", [{"torch": "2", "cudnn": 91002}, {"torch": "2"}])
 
 
-def test_other_answers() -> None:
+def test_other_answers_are_merged_by_kind() -> None:
     cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
     assert merge_answers("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
     most = MemoryUse(9, ranks=(RankMemory(0, 5, (("weights", 5),)), RankMemory(1, 9)))
@@ -125,7 +125,7 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
         ([state(0, 11, answered=True), state(1, 11), state(2, 11)], "1 and 2"),
     ],
 )
-def test_nobody_can_tell(states: list[RankState], named: str) -> None:
+def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> None:
     said = failure_in_words(states, 10.0)
     assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
     assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)

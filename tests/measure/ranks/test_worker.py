@@ -129,7 +129,9 @@ def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", REASONS)
-def test_a_fault_leaves_nobody(fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_leaves_no_process(
+    fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (record,) = measured([fault], tmp_path, monkeypatch)
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason
     assert (where := record.failed_rank) is not None and (where.ranks, where.request) == (2, "slot")
@@ -226,7 +228,7 @@ sys.meta_path.insert(0, Without())
 
 
 @pytest.mark.slow
-def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_torch_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
     monkeypatch.syspath_prepend(tmp_path)
     lacks = f"ModuleNotFoundError: No module named 'torch' for {sys.executable}. Install torch there, or run"

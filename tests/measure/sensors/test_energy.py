@@ -70,7 +70,7 @@ def test_constant_power_within_one_per_cent(
 
 
 @pytest.mark.parametrize("curve", [SQUARE, SINE])
-def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
+def test_a_swinging_power_is_averaged(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
     device = nvml.state.device[0]
     device.curve, device.low, device.high, device.hertz = curve, 150.0, 300.0, 3.0
     meter, chance = opened(), random.Random(curve)
@@ -168,7 +168,7 @@ def test_without_a_counter_power_is_integrated(nvml: Simulation, opened: Opened,
     assert end - start < 3.0
 
 
-def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+def test_a_device_without_a_source_has_a_reason(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     for function in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetFieldValues"):
         nvml.fail(function, 4)
     meter = opened()
@@ -248,7 +248,7 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     left_behind()
 
 
-def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+def test_reading_counters_stays_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
     looks = [nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]]
@@ -260,7 +260,7 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 
 
 @pytest.mark.slow
-def test_in_real_time(nvml: Simulation) -> None:
+def test_windows_in_real_time_have_the_true_energy(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 10_000_000
     with nvml_meter(DeviceIdentity(uuid_of(1)), library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:

@@ -92,7 +92,7 @@ def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
 
 @pytest.mark.parametrize("codes", [SAMPLE, pytest.param(CODES, marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int, ...]) -> None:
+def test_each_failing_function_gives_a_reason(nvml: Simulation, function: str, codes: tuple[int, ...]) -> None:
     healthy = {name: plain(said) for name, said in faulty(nvml, function).items()}
     calls = nvml.calls()[function]
     assert calls and "energy 2" in healthy

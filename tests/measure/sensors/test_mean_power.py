@@ -68,7 +68,7 @@ def test_a_window_is_resolved_when_its_ends_are_sharp_enough(count: int, late: f
     assert is_resolved(ticks(count, late)) is sharp
 
 
-def test_the_rhythm() -> None:
+def test_ticks_have_a_period_a_spread_and_a_longest_gap() -> None:
     pace = rhythm([Tick(at, at, 0) for at in (0.0, 0.1, 0.2, 0.33, 0.4, 0.5)])
     assert [pace.period, pace.spread, pace.longest] == pytest.approx([0.1, 0.03, 0.13])
 
@@ -91,7 +91,7 @@ def test_the_mean_is_by_time() -> None:
         (readings([300.0] * 50, pause=0.01), "50 reading.* over 0.49 s"),
     ],
 )
-def test_too_little_is_no_number(seen: list[PowerSample], why: str) -> None:
+def test_short_windows_give_no_number(seen: list[PowerSample], why: str) -> None:
     assert not sufficient(seen)
     with pytest.raises(NoReading, match=f"^not measurable: {why}"):
         mean_power(seen)

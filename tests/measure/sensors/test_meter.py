@@ -59,7 +59,9 @@ def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.Mon
         assert meter.idle() == Unavailable(meter.why)
 
 
-def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rapl_counters_become_energy(
+    tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = zone(tmp_path, "intel-rapl:0", "package-0", limit=80_000_000 - 1)
     zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
 
@@ -127,7 +129,9 @@ def held() -> tuple[set[threading.Thread], int, int]:
 
 @pytest.mark.slow
 @counts(1000, 10_000)
-def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock) -> None:
+def test_many_windows_leak_neither_threads_files_nor_memory(
+    count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock
+) -> None:
     nvml.state.device[0].period_ns = 7_000_000
     meter = opened()
     threads, files, _ = held()

@@ -50,7 +50,7 @@ def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, libra
 
 
 @for_each(("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")])
-def test_no_package_or_an_old_one(
+def test_a_missing_or_old_package_gives_a_reason(
     module: str | None, why: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType(module) if module else None)

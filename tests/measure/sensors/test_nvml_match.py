@@ -30,7 +30,7 @@ ALL = (A, B, SPLIT)
         (DeviceIdentity(uuid="GPU-ffff", pci="0:4C:0"), B),
     ],
 )
-def test_by_what_cuda_says(identity: DeviceIdentity, expected: ListedDevice) -> None:
+def test_devices_are_matched_by_cudas_uuid_and_address(identity: DeviceIdentity, expected: ListedDevice) -> None:
     assert match(identity, ALL) == (expected, None)
 
 
@@ -38,7 +38,7 @@ def test_by_what_cuda_says(identity: DeviceIdentity, expected: ListedDevice) -> 
     "identity",
     [DeviceIdentity(uuid="GPU-ffff"), DeviceIdentity(pci="0:99:0"), DeviceIdentity(pci="x"), DeviceIdentity()],
 )
-def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
+def test_a_device_unknown_to_nvml_gives_a_reason(identity: DeviceIdentity) -> None:
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
         match(identity, ALL)
 
