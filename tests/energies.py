@@ -93,7 +93,7 @@ def with_energy(**by_mode: EnergyUse | None) -> Made:
 
 
 def squares(*shares: float) -> Made:
-    """Three or more shapes of gemm: fp32 takes 1 mJ, 16 mJ, ... a step, bf16 this share of it."""
+    """A shape of gemm for each share: fp32 takes 1 mJ, 16 mJ, ... a step, bf16 this share of it."""
     run, findings = shapes(*({"m": 256 << number, "n": 64, "k": 64} for number in range(len(shares))))
     records = []
     for one in run.records:

@@ -342,7 +342,7 @@ def arm(
 
 
 def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int = 0) -> Timing:
-    """One call per slot: an argument is the call's cells in nanoseconds, or the number of its only cell."""
+    """One call per slot: each argument holds the cells of a call in nanoseconds."""
     samples = tuple(
         SlotSample(start + number, (tuple(cells),), sum(cells) / 1e9, sum(cells) / 1e9)
         for number, cells in enumerate(slots)
