@@ -47,6 +47,20 @@ from tests.older import without_sums
 from tests.store.asv.test_files import read_only as read_only
 
 OLD = '{"a": 1, "version": 2}'
+# A file that grows to some 80 kB, where none may grow beyond 40 kB.
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from unittest.mock import Mock
+from fp8bench.errors import StoreError
+from fp8bench.store.asv.files import write_object
+from fp8bench.store.asv.view import sweep
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+try:
+    write_object(Path(sys.argv[1]), {"a": "x" * 80_000})
+except StoreError as error:
+    print(error)
+"""
 # Ends when the file is synced.
 KILLED = """
 import os, signal, sys
@@ -109,6 +123,14 @@ def test_who_could_write_the_old_file_can_write_the_new_one(old: Path) -> None:
     link.symlink_to(old)
     write_object(link, {"a": 2})
     assert link.is_symlink() and old.read_text() == '{"a": 2}' and old.stat().st_mode & 0o777 == 0o664
+
+
+def test_a_full_disk_in_the_middle_leaves_the_old_file(old: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(old)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "x.json cannot be written (File too large). What was there before is untouched; make room" in done.stdout
+    assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
 
 
 @for_each("call", ["fsync", "replace"])

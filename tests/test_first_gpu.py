@@ -68,7 +68,8 @@ def test_steps_that_could_not_run_are_rows_and_never_pass(tmp_path: Path) -> Non
     }
 
 
-def test_untrusted_figures_give_no_verdict(tmp_path: Path) -> None:
+def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
+    """Of a device that computes nothing, of --quick; and of speed in low precision before conform holds."""
     line = Line("a", number(2), low=1)
     assert verdicts(tmp_path, step_of("x", line), computes=False) == {
         "a": "could not be: no GPU that computes was seen"
@@ -166,7 +167,7 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
         ended(tmp_path, step).store.mkdir(parents=True)
     first_gpu.forget(steps, ["x"], tmp_path)
     assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
-    assert [StepFiles(step, tmp_path).store.exists() for step in steps] == [True, False, True]
+    assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
     with pytest.raises(SystemExit, match="no step 'nosuch'"):
         first_gpu.forget(steps, ["nosuch"], tmp_path)
 

@@ -65,7 +65,7 @@ def as_text(told: Any) -> str:
 
 
 def lines(told: Any) -> Iterator[str]:
-    """The output with its tones and hints: '0.5x <doubt> {noisy}'."""
+    """Whatever is told, with its tones and hints: '0.5x <doubt> {noisy}'."""
     match told:
         case None:
             yield "(nothing)"

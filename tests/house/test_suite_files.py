@@ -8,9 +8,8 @@ from pathlib import Path
 from fp8bench.registry import workloads
 from fp8bench.store.series import class_name
 from tests.counts import for_each
-from tests.house.sources import ROOT
 
-SUITES = ROOT / "suites"
+SUITES = Path(__file__).resolve().parents[2] / "suites"
 FILE = '''"""What asv follows of the suite {name}."""
 
 from fp8bench import asv_bridge

@@ -16,12 +16,12 @@ from tests.house.sources import ROOT, tree_of
 from tests.house.word_counts import FIGURES, LIMITS, count_idioms, count_names, measure, paragraphs, texts_of
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
-# Calls whose strings a reader sees as names: columns, and titles of tables, parts and sections.
+# Calls whose texts a reader sees as the name of something: columns, and titles of tables, parts and sections.
 NAMING = {"Col", "Column", "Field", "Part", "Chart", "Panel", "Metric", "Figure", "section", "table", "list_of", "spec"}
 
 
 def words_of_the_glossary() -> dict[str, list[str]]:
-    """Each replaced word, and the glossary's words for it."""
+    """Each word that is used nowhere for a thing, and the glossary's words for it."""
     rows = re.findall(
         r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", GLOSSARY.partition("## One word for one thing")[2], re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""Reports on a worker process that has vanished."""
+"""What is reported about a worker process that has vanished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Default extras of a run and the variable that disables each: quantisers, ceilings, tapes, warming up."""
+"""What a run does unasked, and the variable that switches it off: quantisers, ceilings, tapes, warming up."""
 
 from __future__ import annotations
 

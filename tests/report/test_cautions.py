@@ -53,7 +53,7 @@ def test_under_load_intervals_are_said_to_be_of_this_sitting(facts: dict[str, Sc
 
 
 def test_a_quiet_machine_or_one_that_knows_its_reruns_says_nothing_of_sittings() -> None:
-    """A run that has just ended contributes its thread to the load of the last minute."""
+    """A run that has just ended is in the mean load of a minute, with its one thread."""
     one, busy = settings(1), Environment({**QUIET, "load_1min": 4.0})
     known = tuple(replace(each, reruns=Reruns(0.01, 8, 9)) for each in one.records)
     many_cores = Environment({"load_1min": 1.6, "cpu_count": 64, "busy_cores": 1.2})

@@ -18,7 +18,7 @@ from suites.trials import ROOT
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """An H200's measurements at its power cap: three products with casts, bf16, fp8 and fp8-rowwise."""
+    """What an H200 measured at its power cap: three products with casts, bf16, fp8 and fp8-rowwise."""
     return load_run(ROOT / "reports" / "gpu_h200_202611" / "casts.jsonl")
 
 

@@ -157,7 +157,7 @@ def test_sizes_that_are_no_model_are_refused_in_words(text: str, words: str) -> 
 
 
 def test_a_model_may_be_asked_for_by_that_name() -> None:
-    """`--set model=` adds to `--set shape=`, and neither brings the default shapes."""
+    """`--set model=` adds to `--set shape=`, and neither brings the shapes that are measured without both."""
     asked = Request("gemm", axes=(("model", ("gpt2",)), ("shape", ("8",)), ("product", ("forward",))))
     layers = [dict(group.cases[0].case.params).get("layer") for group in make_plan(asked, [CPU]).groups]
     assert layers == [None, "gpt2/qkv", "gpt2/out", "gpt2/up", "gpt2/down"]

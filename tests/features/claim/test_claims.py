@@ -313,7 +313,7 @@ def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None
     shown = " ".join(render(page_of_answers([other, other])).split())
     assert "; published " in shown and "card H200 SXM, published H100; torch" in shown  # never a bare number
     assert "power limit 500 W, published 700 W" in compare(2 * value, power=700).why
-    assert "the source names no card" in compare(value, card="").why  # named even if the figures agree
+    assert "the source names no card" in compare(value, card="").why  # named even where the figures agree
 
 
 # Which runs count.

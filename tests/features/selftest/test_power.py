@@ -48,7 +48,7 @@ def by_hand() -> Arms:
 
 
 def test_a_row_counts_verdicts_and_takes_medians() -> None:
-    """Effects without trials have no row. A false alarm is not a wrong sign, since nothing was planted."""
+    """Effects without trials have no row. A false alarm is no wrong sign: nothing was planted, so there is none."""
     alarm, wrong = summarise(by_hand())
     assert (alarm, wrong) == (
         PowerRow("product", 0.0, 0.0, 3, slower=0, faster=1, same=1, unsure=1, seconds_median=1.0, seconds_longest=1.0),

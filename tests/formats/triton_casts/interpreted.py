@@ -57,7 +57,7 @@ class Interpreted(operators.Kernels):
         return Compiled(lambda *tensors: launch.run_plans(launch.plan_by_hand(definition, tensors), tensors))
 
     def keep(self, *launches: object) -> None:
-        """Caches nothing: the interpreter has no compiled kernels."""
+        """Keeps nothing: the interpreter has no compiled kernels."""
 
 
 FEWER = {"delayed": slice(0, None, 3)}

@@ -70,7 +70,7 @@ def test_environment() -> Told:
 
 
 def test_a_gpu_says_what_its_marks_take() -> None:
-    """Of the fastest step; above half a percent not every step was marked."""
+    """Of the fastest step; where that is more than half a percent, not every step was marked."""
     run, findings = recased(gemm(), lambda case: replace(case, device="cuda:0"))
     gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0))
     words = []

@@ -174,7 +174,7 @@ def test_squares_neither_overflow_nor_vanish_and_small_spreads_keep_their_digits
 
 @for_each("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
 def test_the_path_for_gpus_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts everything, because reading a number to decide would wait for the device."""
+    """It counts everything, as it never reads a number to find out whether it has to."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
     tensors = [gaussian(40, 96), spread_out((40, 100)), gaussian(40, 96).bfloat16(), 100 + gaussian(33, 7)]
     tensors.append(tensors[1].index_fill(1, torch.tensor([3]), math.inf))
