@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
@@ -67,7 +66,10 @@ def group(
 
 
 def run(*groups: list[Record]) -> Run:
-    return replace(run_of(list(chain.from_iterable(groups))), devices=(H200,))
+    records = []
+    for group in groups:
+        records += group
+    return replace(run_of(records), devices=(H200,))
 
 
 def basis(*groups: list[Record], **more: object) -> Basis:

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,7 +159,10 @@ def started(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 def workers(command: int) -> list[int]:
     """The workers of a command line from `started`; `suites.kill.children` finds those of others."""
-    return list(chain.from_iterable(forks.ask("workers", command) for forks in _forks.values()))
+    pids: list[int] = []
+    for forks in _forks.values():
+        pids += forks.ask("workers", command)
+    return pids
 
 
 def command() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,9 @@ def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> Non
         assert not obeyed(file.read_text()), file
     assert not obeyed(Path("p.html").read_text(), "\t", "\u00a0", "\ufffd")
     rows = list(csv.reader(Path("rows.csv").read_text().splitlines()))
-    cells = [cell for cell in chain.from_iterable(rows) if "cmd|calc" in cell or "owned" in cell]
+    cells = []
+    for row in rows:
+        cells += [cell for cell in row if "cmd|calc" in cell or "owned" in cell]
     assert len(cells) > 3 and not [cell for cell in cells if cell[0] in "=+-@"]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 import torch
 
@@ -52,7 +50,9 @@ def test_a_precision_introduces_itself(name: str) -> None:
 
 @for_each(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
 def test_an_option_introduces_itself(name: str, option: Option) -> None:
-    known = list(chain.from_iterable((one.name, *one.aliases) for one in precisions.get(name).options))
+    known: list[str] = []
+    for other in precisions.get(name).options:
+        known += [other.name, *other.aliases]
     assert len(set(known)) == len(known) and option.name in known
     assert option.name == option.name.lower() and not set("".join(known)) & set(" ,:={}/@'")
     assert option.description and "\n" not in option.description and not option.description.endswith(".")

@@ -11,9 +11,8 @@ import pytest
 
 from fp8bench.model import Label, Verdict
 from fp8bench.report.data import run as csv_columns
-from tests.house.ratchet import find_excess, read_limits
+from tests.house import ratchet, word_counts
 from tests.house.sources import ROOT, tree_of
-from tests.house.word_counts import FIGURES, LIMITS, count_idioms, count_names, measure, paragraphs, texts_of
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 # Calls whose texts a reader sees as the name of something: columns, and titles of tables, parts and sections.
@@ -77,10 +76,10 @@ def test_the_words_of_the_table_are_explained() -> None:
 
 @pytest.mark.slow
 def test_no_room_returns_to_words_that_make_readers_stop() -> None:
-    limits = read_limits(LIMITS)
+    limits = ratchet.read_limits(word_counts.LIMITS)
     entries = [*limits.get("raised", []), *limits["exceptions"]]
     assert all(entry["reason"].strip().endswith(".") for entry in entries), "an entry lacks its reason"
-    excess = find_excess(limits, measure(limits), FIGURES)
+    excess = ratchet.find_excess(limits, word_counts.measure(limits), word_counts.FIGURES)
     advice = "use plain words, or add an entry with the reason to tests/house/words.toml"
     assert not excess, "\n".join([advice, *excess])
 
@@ -94,8 +93,9 @@ def is_mixed(): ...
 def speed_seed(): ...
 '''
     nodes = list(ast.walk(ast.parse(source)))
-    assert count_names(nodes, set()) == {"participles": 1, "function words": 2}
-    assert count_names(nodes, {"drawn", "own"}) == {"participles": 0, "function words": 1}
-    assert [count_idioms(text, set()) for text in texts_of(source, nodes) if text] == [1, 1, 1]
-    assert count_idioms("The verdict is cannot tell.", {"cannot tell"}) == 0
-    assert paragraphs("It says\nso.\n\n```sh\nit says so\n```\n") == ["It says so.", ""]
+    assert word_counts.count_names(nodes, set()) == {"participles": 1, "function words": 2}
+    assert word_counts.count_names(nodes, {"drawn", "own"}) == {"participles": 0, "function words": 1}
+    texts = [text for text in word_counts.texts_of(source, nodes) if text]
+    assert [word_counts.count_idioms(text, set()) for text in texts] == [1, 1, 1]
+    assert word_counts.count_idioms("The verdict is cannot tell.", {"cannot tell"}) == 0
+    assert word_counts.paragraphs("It says\nso.\n\n```sh\nit says so\n```\n") == ["It says so.", ""]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.house.ratchet import Table, find_excess, is_docstring, lower_limits, name_room, read_limits, tracked_modules
+from tests.house import ratchet
 from tests.house.sources import ROOT
 
 LIMITS = Path(__file__).with_name("words.toml")
@@ -83,7 +83,7 @@ def count_idioms(text: str, phrases: set[str]) -> int:
 
 def texts_of(source: str, nodes: list[ast.AST]) -> Iterator[str]:
     """The docstrings, messages of four words or more, and comments of a module, each on one line."""
-    docstrings = {id(node.value) for node in nodes if is_docstring(node)}
+    docstrings = {id(node.value) for node in nodes if ratchet.is_docstring(node)}
     for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and (id(node) in docstrings or node.value.count(" ") >= 3):
@@ -125,15 +125,15 @@ def count_names(nodes: list[ast.AST], names: set[str]) -> Counter[str]:
     return counts
 
 
-def measure(limits: dict[str, Any]) -> Table:
+def measure(limits: dict[str, Any]) -> ratchet.Table:
     exceptions = limits.get("exceptions", [])
     phrases = {entry["phrase"] for entry in exceptions if "phrase" in entry}
     names = {entry["name"] for entry in exceptions if "name" in entry}
     counts: dict[str, Counter[str]] = {}
-    for path in tracked_modules():
+    for path in ratchet.tracked_modules():
         source = path.read_text()
         nodes = list(ast.walk(ast.parse(source)))
-        room = counts.setdefault(name_room(path), Counter())
+        room = counts.setdefault(ratchet.name_room(path), Counter())
         room.update(count_names(nodes, names))
         room["idioms"] += sum(count_idioms(text, phrases) for text in texts_of(source, nodes))
     docs = counts.setdefault("docs", Counter())
@@ -143,11 +143,11 @@ def measure(limits: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    weights = measure(read_limits(LIMITS))
-    lower_limits(LIMITS, HEADER, FIGURES, weights)
+    weights = measure(ratchet.read_limits(LIMITS))
+    ratchet.lower_limits(LIMITS, HEADER, FIGURES, weights)
     for figure in FIGURES:
         sys.stdout.write(f"{figure:15} {sum(figures[figure] for figures in weights.values()):>6,g}\n")
-    for sentence in find_excess(read_limits(LIMITS), weights, FIGURES):
+    for sentence in ratchet.find_excess(ratchet.read_limits(LIMITS), weights, FIGURES):
         sys.stdout.write(f"above its limit: {sentence}\n")
 
 

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -385,7 +385,8 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
     first = [orders.next(range(7)) for _ in range(before)]
     rest = [orders.next(range(stay)) for _ in range(3 * stay)]
     cut = count_places(first)
-    assert max(cut.values()) - min(cut[position] for position in product(range(7), repeat=2)) <= 1
+    least = min(cut.values()) if len(cut) == 7 * 7 else 0
+    assert max(cut.values()) - least <= 1
     assert set(count_places(rest).values()) == {3}
 
 

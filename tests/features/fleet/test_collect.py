@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import shutil
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
         "machine=node-a/month=2026-01",
         "machine=node-b/month=2026-01",
     }
-    sources = {path.name: path.read_bytes() for path in chain.from_iterable(map(all_files, two))}
+    sources = {path.name: path.read_bytes() for path in [*all_files(two[0]), *all_files(two[1])]}
     for path, (content, _) in copies.items():
         assert sources[path.name] == content
     again = collect(PLAN, (*two, two[0]), out)

@@ -16,7 +16,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fp8bench import pipeline
@@ -52,7 +51,8 @@ class Fleet:
             for line in lines:
                 for slot in line.get("record", {}).get("timing", {}).get("slots", ()):
                     scale = factor * (1 + own + self._random.gauss(0, 0.003))
-                    slot["calls_ns"] = np.rint(np.multiply(slot["calls_ns"], scale)).astype(int).tolist()
+                    for call in slot["calls_ns"]:
+                        call[:] = [round(cell * scale) for cell in call]
             plant(head, lines)
             if lines:
                 file = self.folder / name / "runs" / name / f"20260101T000000.000Z-nocommit-{head['id']}.jsonl"

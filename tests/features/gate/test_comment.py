@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,13 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
 
-    every = enumerate(chain.from_iterable(results for results, _, _ in [*CASES.values()] * 2))
-    many = [replace(one, before=wordy(one.before, place), after=wordy(one.after, place)) for place, one in every]
+    results: list[CaseResult] = []
+    for some, _, _ in [*CASES.values()] * 2:
+        results += some
+    many = [
+        replace(one, before=wordy(one.before, place), after=wordy(one.after, place))
+        for place, one in enumerate(results)
+    ]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
     text = comment(review(verdict, duel), verdict, duel, "fp8bench gate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 from dataclasses import astuple
 from pathlib import Path
@@ -328,7 +327,10 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--batch", "16", "--checkpointing", "full")
     plain, four = (json.loads(say(*given, *more, "--json")[1])["ways"] for more in ((), ("--rlhf",)))
     cuts = ("copies", "shards", "tensor", "pipeline", "context", "virtual", "micro_batches")
-    key_of = operator.itemgetter(*cuts)
+
+    def key_of(way: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(way[cut] for cut in cuts)
+
     ways = {key_of(way): way for way in plain}
     alike = [(way, ways[key_of(way)]) for way in four if key_of(way) in ways]
     assert len(alike) > 1  # if less memory allows another number of micro-batches, that one is chosen
