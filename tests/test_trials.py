@@ -9,7 +9,7 @@ import pytest
 from suites.trials import ran
 
 
-def test_what_ends_otherwise_was_not_measured() -> None:
+def test_a_failed_trial_is_not_measured() -> None:
     assert ran([sys.executable, "-c", "import suites, fp8bench; print(1)"]).stdout == "1\n"
     with pytest.raises(RuntimeError, match="ended with 3: why"):
         ran([sys.executable, "-c", "import sys; sys.stderr.write('why'); sys.exit(3)"])

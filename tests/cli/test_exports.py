@@ -1,4 +1,4 @@
-"""--trace and --log through the door: what is refused, written, said, and kept."""
+"""--trace and --log on the command line: refusals, files, messages and stored runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_traces_of_every_case(store: Path) -> None:
 def test_a_profiler_is_started_around_the_same_command(
     store: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """--dry-run prints the command, which records nothing but marked slots and keeps its run in another store."""
+    """--dry-run prints the profiler's command, which records only marked slots and uses a separate store."""
     words = [*GEMM, "--trace", "ncu"]
     monkeypatch.setattr(sys, "argv", ["a program that calls main"])
     assert main([*words, "--dry-run"]) == 0
@@ -118,7 +118,7 @@ def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(store: Path) 
 
 
 def test_a_finished_run_is_told_again_with_all_that_is_asked_for(store: Path, fp8bench: Say) -> None:
-    """With the exit code that it had; without a page that nobody asks for."""
+    """With its exit code, and without a page unless requested."""
     assert main([*GEMM]) == 0
     assert fp8bench("suite", "--resume", "last")[0] == 0 and not (store / "reports").exists()
     assert fp8bench("suite", "--resume", "last", "--html", "page.html", "--md", "page.md", "--csv", "rows.csv")[0] == 0
@@ -162,7 +162,10 @@ def test_what_fails_after_the_measuring_fails_no_run(
 def test_an_interrupt_leaves_what_there_is(
     interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After an interrupt while logging it says what is left to do; after one while measuring nothing is logged."""
+    """Interrupted while logging, the message names the remaining work.
+
+    Interrupted while measuring, nothing is logged.
+    """
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt

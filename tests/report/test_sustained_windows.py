@@ -1,4 +1,4 @@
-"""Energy windows tell what a GPU sustains, where its power cap or its clock made that another speed than slots have."""
+"""Energy windows show a GPU's sustained speed where a power cap or its clock makes it differ from slots."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def two_phases(phase: Any) -> None:
 
 
 def test_a_phase_begins_at_the_stamp_of_the_one_before(clock: PhaseClock) -> None:
-    """Only in the places that were counted; a step with other marks ends the sharing for good."""
+    """Only at counted places; a step with other marks ends the sharing for good."""
     clock.share([CODE["cast"], ~CODE["cast"], CODE["gemm"], ~CODE["gemm"]], [2])
     for _ in range(2):
         clock.begin()
@@ -142,7 +142,7 @@ def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
 
 @for_each("closed", [("gemm",), ("cast", "cast"), ("cast", "gemm", "gemm")])
 def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tuple[str, ...]) -> None:
-    """As threads, generators and hooks do that keep a phase open beyond the phase around it."""
+    """As threads, generators and hooks do that keep a phase open beyond the surrounding phase."""
     clock.begin()
     clock.gemm.__enter__()
     clock.cast.__enter__()
@@ -304,7 +304,7 @@ def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: b
 
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
 def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bool) -> None:
-    """Each asks the others before each slot, which all have to begin."""
+    """Each asks the others before each slot, which all must begin."""
     prepared, elsewhere = ready_to_move(moved), [True] * 4 + [False] * 99
     prepared.is_so_anywhere = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
@@ -378,7 +378,7 @@ except CannotReplay as why:
 
 @pytest.mark.slow
 def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
-    """On CUDA backward has a thread of its own, which sees no thread-local of the main one."""
+    """On CUDA backward has a separate thread, which does not see the main thread's thread-locals."""
     expected = codes(
         "unattributed",
         "elementwise",
@@ -394,7 +394,7 @@ def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> Non
     )
     *clocked, taped, recorded = run_pretended(DEVICE_THREAD)
     assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
-    # A tape sees that thread's operators, in the phases that were marked there, and that they are backward's.
-    # So does the recording of a phase, which keeps no such tensors.
+    # A tape sees that thread's operators, marked as backward, in that thread's phases. So does the recording of a
+    # phase, which refuses such tensors.
     assert recorded == "aten.mul.Tensor is given a Pretended, a kind of tensor of its own"
     assert taped.startswith("True") and taped.count("('gemm', False)") == taped.count("('gemm', True)") == 1

@@ -189,7 +189,7 @@ def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
 
 @for_each("product", PRODUCTS)
 def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
-    """What a layer turns is turned here too: recipes do more than cast there."""
+    """Operands that a layer transposes are transposed here too, because recipes treat them differently."""
     setup = setup_for("fp8", product=product)
     seen: list[tuple[str, Role]] = []
     for how in ("cast", "cast_transpose"):
@@ -223,7 +223,7 @@ def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: fl
 
 
 def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
-    """In fp32 it is fp32 sums; in bf16 and emulated fp8 also the rounding of the result to bf16."""
+    """In fp32 from fp32 sums; in bf16 and emulated fp8 also from rounding the result to bf16."""
     found = {precision: Gemm().error(setup_for(precision)) for precision in ("fp32", "bf16", "fp8")}
     assert found["fp32"]["kernel_error"] == found["fp32"]["product_error"] < 1e-6
     generator = torch.Generator().manual_seed(0)
@@ -268,7 +268,7 @@ LAYOUTS = ("transposed", "padded", "strided", "transposed/contiguous", "contiguo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_lie_as_their_layout_says(layout: str) -> None:
-    gap = 64 + 64  # beside k
+    gap = 64 + 64  # next to k
     strides = {"contiguous": (64, 1), "padded": (gap, 1), "strided": (128, 2)}
     words = layout.split("/") * (1 if "/" in layout else 2)
     state, plain = (Gemm().prepare(small("gemm", "fp32", layout=one)) for one in (layout, "contiguous"))

@@ -56,7 +56,7 @@ device = "any"
 
 
 def changed(**values: str) -> str:
-    """The row with other lines; None leaves a line out."""
+    """The row with changed lines; None removes a line."""
     lines = []
     for line in ROW.strip().splitlines():
         key = line.partition(" ")[0]
@@ -80,7 +80,7 @@ def gemm() -> Run:
     return load_run(GEMM)
 
 
-# Arithmetic, against the same numbers written out by hand.
+# Arithmetic, compared with numbers written by hand.
 @for_each(
     ("text", "value"),
     [
@@ -213,7 +213,7 @@ def test_bad_files_and_names_are_refused(say: Say) -> None:
     ):
         code, _, err = say(*words.split())
         assert code == 2 and said in only_sentence(err), (words, err)
-    code, _, err = say("FP8 is 9x faster than BF16")  # never the answer to a similar sentence
+    code, _, err = say("FP8 is 9x faster than BF16")  # never an answer to a similar sentence
     assert code == 2 and "does not have the sentence" in err and "fp8-2x: FP8 is 2x faster" in err
 
 
@@ -402,7 +402,7 @@ def test_a_stored_run_of_this_week_is_reused(gemm: Run, tmp_path: Path, monkeypa
     monkeypatch.setattr("fp8bench.features.claim.runs.replace", lambda value, **_: value)
     assert source(claim_of()).path == str(tmp_path / "runs" / "box" / GEMM.name)
     lines = GEMM.read_bytes().splitlines(keepends=True)
-    (tmp_path / "runs" / "box" / GEMM.name).write_bytes(b"".join(lines[:-1]))  # cut off: to be resumed, not used
+    (tmp_path / "runs" / "box" / GEMM.name).write_bytes(b"".join(lines[:-1]))  # interrupted: resumed, not used
     found, unfinished = find_stored(gemm.request, tmp_path)
     assert found is None and unfinished is not None
 
@@ -419,7 +419,7 @@ def test_what_is_missing_is_measured_once_and_resumed(say: Say) -> None:
     code, again, err = say("row.toml", "--cpu")
     assert (code, again, err) == (0, out, "")
     lines = run.read_bytes().splitlines(keepends=True)
-    run.write_bytes(b"".join(lines[:1]))  # as a kill leaves it
+    run.write_bytes(b"".join(lines[:1]))  # as after a kill
     code, again, err = say("row.toml", "--cpu")
     assert code == 0 and "measures 1 run" in err and again.splitlines()[-2:] == out.splitlines()[-2:]
     assert [*Path(".fp8bench/runs").glob("*/*.jsonl")] == [run]
@@ -431,7 +431,7 @@ def test_cards_are_found_by_the_words_of_their_names() -> None:
     assert [fits_device(claim, name) for name in names] == [True, True, False, False, False]
 
 
-# The catalogue, and the committed answers.
+# The catalogue and the committed answers.
 
 
 def test_every_row_of_the_catalogue_can_be_decided() -> None:
@@ -444,7 +444,7 @@ def test_every_row_of_the_catalogue_can_be_decided() -> None:
 
 
 def test_rows_for_gpus_plan_one_native_case_there() -> None:
-    """What no machine here has run is at least planned as its row says, beside the baseline of its sentence."""
+    """Rows for GPUs that no machine here has are at least planned, with the baseline of their sentence."""
     file, facts = load_catalogue(), {"H200": H200, "A100": A100, "B200": B200}
     questions = questions_of(file)
     rows = [claim for claim in file.claims.values() if claim.run and "any" not in claim.device]
@@ -468,7 +468,7 @@ def read_facts(case: Case) -> dict[str, str]:
 
 @pytest.fixture
 def evidence(tmp_path: Path) -> Path:
-    """A folder of four answers, from committed runs."""
+    """A folder of four answers from committed runs."""
     file, kept = load_catalogue(), {}
     for name in ("nvfp4-finer", "e4m3-error", "fp8-half-wire"):
         kept[name] = load_stored(run_of(EVIDENCE, name))
@@ -545,7 +545,7 @@ def test_swapped_runs_are_named(evidence: Path) -> None:
 
 
 def test_an_emulated_run_of_another_level_changes_the_answer() -> None:
-    """The answer hangs on the run: the same figures of a native device have no reason to be withheld."""
+    """The same figures from a native device are accepted."""
     run = load_stored(run_of(EVIDENCE, "bf16-halves-memory"))
     assert isinstance(run, Run)
     claim = replace(load_catalogue().claims["bf16-halves-memory"], case=(("mode", "fp8"),))

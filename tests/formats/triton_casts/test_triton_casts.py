@@ -83,7 +83,7 @@ REPEATED: list[list[int]] = []
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> operators.Kernels:
-    """Has casts on a processor run as on a GPU with Triton."""
+    """Runs casts on a CPU through the GPU path with Triton."""
     monkeypatch.setattr(native_codes, "use_by_hand", lambda device: True)
     monkeypatch.setattr(native_codes, "find_by_hand", lambda definition, tensors: Launched(definition))
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
@@ -137,9 +137,7 @@ def test_only_what_is_aligned_and_no_copy_is_repeated(by_hand: operators.Kernels
         codes_both(memory[:-1].view(32, 48), E4M3, scale)
         codes_both(memory[1:].view(32, 48), E4M3, scale)
         codes_both(memory[:-1].view(32, 48)[:, ::3], E4M3, scale)
-    assert (
-        len({addresses[0] for addresses in REPEATED}) == 2
-    )  # the second is refused, and copied to where it is aligned
+    assert len({addresses[0] for addresses in REPEATED}) == 2  # the second is misaligned, so it is copied
     assert by_hand.fused[0] + by_hand.eager == 7
 
 
@@ -147,7 +145,7 @@ MODES = ["fp8", "fp8:scale=pow2", "fp8-delayed:history=3", "fp8-rowwise", "fp8-b
 
 
 def operands(mode: str, calls: Sequence[Tensor]) -> list[Tensor]:
-    """All that casts of a precision give, in one orientation and in both."""
+    """All casts of a precision, in one orientation and in both."""
     arithmetic = precisions.get(mode).arithmetic(H200).layer("one")
     found = []
     for x in calls:
@@ -204,7 +202,7 @@ def test_after_a_failure_of_triton_torch_compiles_the_casts(monkeypatch: pytest.
 
 
 def test_a_run_records_who_makes_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs on a GPU do not compare where one of them lacks triton."""
+    """Two runs on a GPU do not compare if one of them lacks triton."""
     from fp8bench.worker.torch_state import torch_build
 
     assert "casts" not in torch_build(), "this machine has no GPU"
