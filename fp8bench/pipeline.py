@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -76,12 +76,14 @@ def execute(
     note: str = "",
     cell: tuple[str, Cell] | None = None,
     sessions: Sessions = MappingProxyType({}),
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
     """Plans, measures and stores. Every group is in the store before the next one starts.
 
     `origin` is the entry point of the request; `folder` is in the repository whose commit is measured, by default the
     working directory; `note` is stored with the run. With a `cell` and its name in the plan, only that group is
-    measured. `sessions` are the ratios by case from earlier sessions. An interrupt (Ctrl-C) ends the run early:
+    measured. `sessions` are the ratios by case from earlier sessions. `meanwhile` is called while the worker imports
+    torch: for imports that the caller needs later. An interrupt (Ctrl-C) ends the run early:
     finished work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails
     during the run.
     """
@@ -89,6 +91,7 @@ def execute(
     start = time.monotonic()
     request = with_stored_scales(request, store)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
+        meanwhile()
         run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
@@ -253,10 +256,8 @@ class Ready(NamedTuple):
 
 @contextmanager
 def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]:
-    """Rejects whatever can be rejected before a worker starts. Nothing else measures in this process during the block.
-
-    A worker starts at the first request to it.
-    """
+    """Rejects whatever can be rejected before a worker starts, then starts the one that times. The others start at the
+    first request to them. Nothing else measures in this process during the block."""
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
@@ -273,6 +274,8 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
         timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
         counts = request.counters and write
         counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if counts else None
+        with contextlib.suppress(WorkerError):  # the first request reports the reason
+            timing.begin()  # importing torch takes seconds, in which this process goes on
         yield Ready(corpus, resolved.switches, timing, untimed, counting)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,15 @@ def tell(
                 if options.get("json")
                 else render(page(), *stdout_look(options.get("explain", False)))
             )
+
+
+def import_renderers() -> None:
+    """Imports what `print_run` and the report need, so that this takes no time after the run."""
+    import_module("fp8bench.jobs.after_run")
+    import_module("fp8bench.report.terminal.run")
+    import_module("jinja2")
+    page = import_module("fp8bench.report.page.section")
+    page.sections()
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:

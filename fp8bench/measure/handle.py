@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from fp8bench.errors import ImportFailed, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
@@ -26,16 +26,18 @@ from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import LOWERING
-from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import describe_fault
+
+if TYPE_CHECKING:  # a parent of a worker process would import what only the worker needs
+    from fp8bench.worker.bench import Bench
+
+    # Calls of its methods become requests to the worker.
+    AskedBench = Bench
 
 START_SECONDS = 300.0
 BENCH_MODULE = "fp8bench.worker.main"
 RANK_MODULE = "fp8bench.worker.ranks.main"
 # Modules whose requests --case-timeout limits.
 TIMED_MODULES = (BENCH_MODULE, RANK_MODULE)
-# Calls of its methods become requests to the worker.
-AskedBench = Bench
 
 
 _claims: list[bool] = []
@@ -93,7 +95,7 @@ class Worker(ABC):
         self.close()
 
     def within(self, seconds: float) -> AskedBench:
-        return cast(AskedBench, _Asked(self, seconds))
+        return cast("AskedBench", _Asked(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return self.within(START_SECONDS).probe()
@@ -126,14 +128,17 @@ class LocalWorker(Worker):
     variables are the caller's.
     """
 
-    def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] = Bench) -> None:
+    def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] | None = None) -> None:
         self._settings = settings
         self._opened = opened
         self._bench: Bench | None = None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        from fp8bench.worker.bench import Bench
+        from fp8bench.worker.faults import describe_fault
+
         if self._bench is None:
-            self._bench = self._opened(self._settings)  # what refuses this process is no fault of a worker's
+            self._bench = (self._opened or Bench)(self._settings)  # what refuses this process is no fault of a worker's
         try:
             return getattr(self._bench, name)(*arguments)
         except KeyboardInterrupt:

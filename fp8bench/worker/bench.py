@@ -195,7 +195,7 @@ class Bench(UntimedPasses):
         return self._prepared_as(key).capture()
 
     def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        return self._prepared_as(key).replayed(calls, discard, filling)
+        return self._prepared_as(key).replay_slot(calls, discard, filling)
 
     def replay_phases(self, key: str) -> RawStep | None:
         return self._prepared_as(key).replay_phases()

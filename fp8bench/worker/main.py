@@ -167,8 +167,10 @@ def run(
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         if early:
+            gc.disable()  # it would search the new modules again and again, and free nothing
             with contextlib.suppress(Exception):  # the first request reports the reason
                 importlib.import_module(early)
+            gc.enable()
         serve(connection, opened, report)
         leave()
 

@@ -16,7 +16,7 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
-from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.pipeline import execute
 
     if arguments.sessions.runs == 1:
-        return measure_and_tell(request, arguments, execute)
+        return measure_and_tell(request, arguments, partial(execute, meanwhile=import_renderers))
     from fp8bench.jobs.several_runs import execute_sessions
 
     several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
