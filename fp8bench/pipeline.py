@@ -62,7 +62,7 @@ from fp8bench.store.runs.listing import running_beside, store_of, with_stored_sc
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
-# Origin of runs that re-measure selected cases of another run.
+# Origin of runs that re-measure selected cases of an earlier run.
 AGAIN = "gate"
 
 
@@ -83,9 +83,8 @@ def execute(
     `origin` is the entry point of the request; `folder` is in the repository whose commit is measured, by default the
     working directory; `note` is stored with the run. With a `cell` and its name in the plan, only that group is
     measured. `sessions` are the ratios by case from earlier sessions. `meanwhile` is called while the worker imports
-    torch: for imports that the caller needs later. An interrupt (Ctrl-C) ends the run early:
-    finished work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails
-    during the run.
+    torch, for imports that the caller needs later. An interrupt (Ctrl-C) ends the run early: finished work is stored
+    and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails during the run.
     """
     # 1. Refuse, before any worker starts, what cannot be measured.
     start = time.monotonic()
@@ -176,7 +175,7 @@ def _measure(
     start: float,
     sessions: Sessions = MappingProxyType({}),
 ) -> Run:
-    """Measures the groups one by one, storing each as soon as it is done."""
+    """Measures the groups one by one and stores each before the next."""
     worker = ready.timing
     noted: set[str] = set()
     measured: list[Record] = []
@@ -186,7 +185,7 @@ def _measure(
     try:
         ceilings = _ceilings(run, groups, store, ready, observer)
         for place, group in enumerate(groups):
-            # Another run on the machine is noted as soon as it is seen, because it disturbs both.
+            # Note other runs on this machine at once: each disturbs the other.
             for stem in sorted(set(running_beside(writer.path)) - noted):
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
@@ -240,8 +239,8 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
 
 
 class Ready(NamedTuple):
-    """What measuring needs: the text, the switches, a worker that times, another that does not and, if the user
-    requested counters, a worker that counts."""
+    """The text, the switches and the workers of a run: one that times, one that does not and, on request, one that
+    counts."""
 
     corpus: Corpus | None
     switches: Switches

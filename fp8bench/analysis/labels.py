@@ -202,7 +202,7 @@ def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
 def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
     """Yields doubts about how calls and rounds are distributed."""
     record, timing, reference = evidence.record, evidence.timing, evidence.reference
-    # The time of an emulation is no speed, whatever it looks like.
+    # An emulation's time never counts as speed.
     if record.support.is_emulated:
         return
     if timing.num_rounds < LEAST_ROUNDS:
@@ -356,7 +356,7 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
     held = {name: share for name, share in shares.items() if share > HELD_SHARE}
     heat = held.get("thermal", 0.0) - shares.get("sw-thermal", 0.0)
     hard = bool(mask & HARDWARE or held.keys() & _HARDWARE_REASONS) or heat > HELD_SHARE
-    # 'thermal' is the sum of the two others, without saying which.
+    # 'thermal' is the sum of the other two.
     if held.keys() & {"sw-thermal", "hw-thermal"}:
         held.pop("thermal", None)
     words = []

@@ -176,7 +176,7 @@ def tell(
 ) -> None:
     """Prints a result as requested: as a page, JSON or CSV, and writes the requested files.
 
-    `full_page` is the page for Markdown if that has more; `repeat_words` say how to write a failed file again.
+    `full_page` is the page for Markdown if that has more; `repeat_words` describe how to write a failed file again.
     """
     options = vars(arguments)
     table, text = csv_text(*rows()) if options.get("csv") is not None else "", ""

@@ -87,7 +87,8 @@ class Kind(ABC, Generic[K]):
         return name.rpartition("-")[2], name
 
     def join(self, words: Sequence[str], store: Path) -> K | None:
-        """Returns results side by side as one; None if some word is of another kind, or results stand alone."""
+        """Returns results side by side as one; None if some word means a different kind, or this kind shows results one
+        by one."""
         return None
 
     @abstractmethod

@@ -49,7 +49,7 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Writes the report of stored runs, or of another stored result; returns the page."""
+    """Writes the report of stored runs, or of a stored result of any kind; returns the page."""
     if (together := joined(words, store)) is not None:
         kind, kept = together
         if (page := report_of_kept(kind, kept, Path(kept.path), store, pages)) is not None:
@@ -69,7 +69,7 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
 
 
 def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages = Pages()) -> Path | None:
-    """Writes the report of another stored result; returns the page, None if that kind has none."""
+    """Writes the report of a stored result; returns the page, or None if its kind has none."""
     report = kind.report(kept)
     if report is None:
         return None

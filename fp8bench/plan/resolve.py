@@ -25,11 +25,9 @@ WARM_UP_SECONDS, WARM_UP_SECONDS_HURRIED = 30.0, 5.0
 
 @dataclass(frozen=True)
 class Switches:
-    """What a run does by default.
-
-    `why_eager` says why quantisers are not compiled; '' if they are. `ceilings` measures peaks that are not known yet.
-    `warm_up_seconds` limits the time that a device gets to settle. `tapes` records operators; with `tapes_apart` a
-    separate worker does, which takes seconds to start.
+    """Settings of a run from environment variables. `why_eager` is the reason for not compiling quantisers, or ''.
+    `ceilings` measures peaks that are not known yet. `warm_up_seconds` limits the time that a device gets to settle.
+    `tapes` records operators; with `tapes_apart` a separate worker does, which takes seconds to start.
     """
 
     why_eager: str

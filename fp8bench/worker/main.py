@@ -2,8 +2,8 @@
 
 The parent starts it as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does more), in a
 new session. FD is one end of a socket pair for requests. LIFELINE is a pipe whose other end only the parent holds: its
-end-of-file means that the parent is dead, however it died. A worker of another interpreter is first asked to `greet`,
-which returns its protocol and versions.
+end-of-file means that the parent is dead, however it died. A worker under a different interpreter is first asked to
+`greet`, which returns its protocol and versions.
 """
 
 from __future__ import annotations

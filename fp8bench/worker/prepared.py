@@ -51,7 +51,7 @@ _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 _SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
 # Replays with marks, of which the fastest counts.
 _MARKED_REPLAYS = 10
-# Of so many steps one has marks, however much they take.
+# At least one of this many steps has marks, however much they cost.
 _MOST_UNMARKED = 32
 
 
@@ -60,7 +60,7 @@ def begins_alone() -> None:
 
 
 def asks_nobody(here: bool) -> bool:
-    """Returns this process's answer: there are no other ranks to ask."""
+    """Returns this process's answer, the only one without ranks."""
     return here
 
 
@@ -124,12 +124,12 @@ class Prepared:
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
-    # The phases of every so many steps are marked.
+    # Phases are marked in every `marked`-th step.
     marked: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
     is_so_anywhere: Callable[[bool], bool] = asks_nobody
-    # By slot: the least seconds that are neither in the stamps of steps nor the clock's work.
+    # The least unexplained seconds of each slot, which are neither in the stamps of steps nor the clock's work.
     _missing: list[float] = field(default_factory=list)
     # Values of the switches before the first slot, which every slot must preserve: nothing else runs in between.
     _switches: Sequence[Any] | None = None
@@ -428,7 +428,8 @@ class Prepared:
 
 _STAMPS_MOVED = (
     "its steps take another time than the phase clock has counted: a step changes the clock's stamps, or leaves work "
-    "on a stream of its own. Mark phases by `with phase.gemm:` and its like alone, wait for streams, and measure again."
+    "on a stream that it opens. Mark phases only by `with phase.gemm:` and the like, wait for streams, and measure "
+    "again."
 )
 
 

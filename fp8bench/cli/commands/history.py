@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
         subparser = add_command(name, words, epilog)
         add_common(subparser, "--store", help="as in suite")
-        add_common(subparser, "--import", help="module or .py file of suites of your own that were measured")
+        add_common(subparser, "--import", help="module or .py file of your suites that were measured")
         return subparser
 
     listing = command("list", "the series that there are, or the runs")
@@ -63,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_common(regressions, "--explain", "--md")
     add_common(regressions, "--json", help="print all of them as JSON instead")
-    ack = command("ack", "say that the open changes of a series are known and stay, so that they alarm no more")
+    ack = command("ack", "acknowledge the open changes of a series, so that they no longer alarm")
     ack.add_argument(
         "series", metavar="SERIES", help="as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
     )
@@ -71,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     ack.add_argument("--undo", action="store_true", help="let them alarm again")
     command(
         "verify",
-        "read every file of the store and say what is broken, and where; changes nothing",
+        "read every file of the store and list what is broken, and where; changes nothing",
         "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is.",
     )
     command(
@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     merge = command(
         "merge",
-        "take in the store of another machine",
+        "merge the store of a different machine",
         "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken.",
     )
     merge.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")

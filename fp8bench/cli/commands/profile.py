@@ -41,14 +41,14 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add_common(group, "--dtypes", help="precisions of the copies, accelerate-fp8 too; default bf16,fp8")
     add_common(group, "--devices")
-    add_common(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
+    add_common(group, "--reference", help="what the others are compared with; default untouched, the unchanged model")
     add_common(group, "--backend")
     add(
         "--skip",
         type=types.words,
         default=(),
         metavar="A,B",
-        help="what stays as it came: kinds of layers (head, linear, conv2d), or paths of modules with * and ?",
+        help="what stays unchanged: kinds of layers (head, linear, conv2d), or paths of modules with * and ?",
     )
     add(
         "--precision-map",
@@ -57,7 +57,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         metavar="LAYER=DTYPE,...",
         help="layers that take another precision than their copy's: a kind, a path of a module "
         "(model.layers.0.mlp.up_proj) "
-        "or a prefix of paths; or a file with one on each line. untouched: it stays as it came",
+        "or a prefix of paths; or a file with one on each line. untouched: it stays unchanged",
     )
     add("--forward", action="store_true", help="forward alone, without gradients; else a training step")
     add(
@@ -67,7 +67,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
     )
-    add("--compile", action="store_true", help="torch.compile the model, both as it came and converted")
+    add("--compile", action="store_true", help="torch.compile the model, both unchanged and converted")
     add_common(group, "--import")
 
 

@@ -25,9 +25,9 @@ _DETAILS = {
     "memory": "memory at the highest point of a step, by role",
     "data": "its data before scaling, and how much lies outside each format's range",
     "numbers": "every error and other figure",
-    "energy": "energy of a step and of its phases, or why there is none",
+    "energy": "energy of a step and of its phases, or the reason without",
     "notes": "what was noted, skipped, doubted or not checked",
-    "all": "everything a terminal can say of it; of a training, too",
+    "all": "everything a terminal can show; also of a training",
 }
 
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     selected = [table for table in _OF_RUNS if getattr(arguments, table.name)]
-    # 1. A word may name a run or a result of another kind.
+    # 1. A word may name a run or any other stored result.
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
         # 2. A run, as its page or as the one table that was asked for.

@@ -168,7 +168,7 @@ _PROFILER_WORDS = {
 
 
 def _run_under(profiler: str, prints_only: bool) -> int:
-    """Runs this command again under a profiler, or prints how; its run goes to another store, as its times are
+    """Runs this command again under a profiler, or prints how. The run goes to a separate store, because its times are
     distorted."""
     words = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
     own = [word for word in sys.argv[1:] if word != "--dry-run"]
@@ -241,12 +241,12 @@ def _energy_time(plan: Plan, request: Request) -> str:
 
 
 def _cell(arguments: argparse.Namespace) -> int:
-    """Measures one cell of a plan; the plan says what to measure."""
+    """Measures one cell of a plan, which holds the request."""
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # Only the plan says what to measure: any other option would be ignored.
+    # The plan holds the request: any other option would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
@@ -258,7 +258,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Resumes a run; its file says what to measure."""
+    """Resumes a run, whose file holds the request."""
     from fp8bench.pipeline import resume
 
     check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])
