@@ -68,6 +68,8 @@ os.environ["FP8BENCH_CEILINGS"] = "off"
 os.environ["FP8BENCH_TAPE"] = "off"
 # Seconds a group, where the processor tells its clock or its temperature. Tests of warming up take it out.
 os.environ["FP8BENCH_WARM_UP"] = "off"
+# One more process in every run. Tests of two workers take it out.
+os.environ["FP8BENCH_SECOND_WORKER"] = "off"
 # Texts are as wide as without a terminal, whatever the tests run in.
 os.environ["COLUMNS"] = "100"
 # argparse asks the disk for a translation of each of its words, in every language that the environment names.

@@ -195,11 +195,14 @@ def tell(
 
 def import_renderers() -> None:
     """Imports what `print_run` and the report need, so that this takes no time after the run."""
-    import_module("fp8bench.jobs.after_run")
-    import_module("fp8bench.report.terminal.run")
-    import_module("jinja2")
-    page = import_module("fp8bench.report.page.section")
-    page.sections()
+    for name in ("fp8bench.jobs.after_run", "fp8bench.report.data.run", "fp8bench.report.terminal.run"):
+        import_module(name)
+    from fp8bench.registry import backends
+    from fp8bench.report.page import html, section
+
+    section.sections()
+    html.load_template()
+    backends.names()
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
@@ -27,8 +28,11 @@ from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, Record
 from fp8bench.model.stopping import Settling, StoppingRule
-from fp8bench.protocols import Observer
+from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import precisions, workloads
+
+# Two workers measure side by side if this many times the memory of one fits into the machine.
+_MOST_OF_MEMORY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,11 @@ class Method:
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` does all of it. `_other` is the worker in which nothing is timed any
-    more."""
+    """The state of measuring one group; `run` does all of it.
+
+    `_other` is the worker in which nothing is timed any more; `_second` is one that waits while steps are timed, and
+    measures memory while the first worker does other passes.
+    """
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -76,6 +83,7 @@ class GroupMeasurement:
     _meter: Meter | None = None
     _other: Worker | None = None
     _counting: CountingWorker | None = None
+    _second: Worker | None = None
 
     def __post_init__(self) -> None:
         # The order of rounds depends on the group, but not on its place in the run.
@@ -105,19 +113,20 @@ class GroupMeasurement:
             self._unpair()
         if reference is not None:
             passes.ask("statistics", [reference])
-        passes.ask("products", self._alive())
+        # 4. Memory comes last of those that a profiler may disturb, unless the second worker measures it meanwhile.
         untimed = self._untimed_passes() or passes
-        untimed.effects(self._alive())
-        passes.transfers(self._alive())
-        passes.ask(
-            "coverage",
-            [
-                case_outcome
-                for case_outcome in self._alive()
-                if workloads.get(case_outcome.planned.case.workload).examined
-            ],
-        )
-        untimed.memory(self._alive(), self._meter, self._method.looks_again)
+        with self._memory_in_second_worker() as is_measuring:
+            passes.ask("products", self._alive())
+            untimed.effects(self._alive())
+            passes.transfers(self._alive())
+            examined = [outcome for outcome in self._alive() if workloads.get(outcome.planned.case.workload).examined]
+            passes.ask("coverage", examined)
+            if not is_measuring:
+                untimed.memory(self._alive(), self._meter, self._method.looks_again)
+            # 5. Traces and operators run the most foreign code around a step.
+            if self._method.traces is not None:
+                passes.traces(self._alive(), self._method.traces)
+            self._record_operators(passes)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
@@ -125,10 +134,6 @@ class GroupMeasurement:
         if self._counting is not None:
             counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
             counting.counters(self._alive(), self._counting.why)
-        # 5. Traces and operators come last: they run the most foreign code around a step.
-        if self._method.traces is not None:
-            passes.traces(self._alive(), self._method.traces)
-        self._record_operators(passes)
         for case_outcome in self._alive():
             case_outcome.note(
                 ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
@@ -147,6 +152,28 @@ class GroupMeasurement:
             untimed.leave_gpus(self._alive())
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
+
+    @contextmanager
+    def _memory_in_second_worker(self) -> Iterator[bool]:
+        """Measures memory in the second worker during the body; yields False where that is not possible.
+
+        The machine must hold both workers easily: if memory runs out, the kernel may end either.
+        """
+        peak, least = self._worker.peak_bytes, min(facts.memory_bytes for facts in self._facts.values())
+        if self._second is None or peak is None or _MOST_OF_MEMORY * peak > least:
+            yield False
+            return
+        waiting = self._alive()
+        passes = Passes(self._second, self._facts, self._method.limits, SilentObserver(), True)
+        with ThreadPoolExecutor(1) as threads:
+            measuring = threads.submit(passes.memory, waiting, self._meter, self._method.looks_again)
+            try:
+                yield True
+            except BaseException:
+                waiting.clear()
+                self._second.restart()  # ends the request in progress
+                raise
+            measuring.result()
 
     def _untimed_passes(self) -> Passes | None:
         """Returns the passes by the worker that times nothing, or None where the timing worker does them.

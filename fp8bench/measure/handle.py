@@ -14,7 +14,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from fp8bench.errors import ImportFailed, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import DeviceFacts, Scalar
+from fp8bench.model import DeviceFacts, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import LOWERING
 
@@ -87,6 +87,15 @@ class Worker(ABC):
     @property
     def pid(self) -> int | None:
         return os.getpid()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory that the process has held so far; None if unknown."""
+        with suppress(OSError):
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) << 10
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -161,7 +170,7 @@ class ProcessWorker(Worker):
     """The bench in a child process that runs `module`, started on the first request."""
 
     def __init__(self, settings: Settings, python: str = sys.executable, module: str = BENCH_MODULE) -> None:
-        self._settings = settings
+        self.settings = settings
         self._python = python
         self._module = module
         self._process: WorkerProcess | None = None
@@ -204,8 +213,10 @@ class ProcessWorker(Worker):
 
     def close(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._is_open:
             process.close()
+        elif process is not None:
+            process.kill()  # it imports torch, and would only then see that nobody asks
 
     def restart(self) -> None:
         process, self._process = self._process, None
@@ -216,10 +227,10 @@ class ProcessWorker(Worker):
         return WorkerProcess(self._python, self._module, self._environment())
 
     def _begin(self, process: WorkerProcess) -> None:
-        self._exchange(process, START_SECONDS, "open", self._settings)
+        self._exchange(process, START_SECONDS, "open", self.settings)
 
     def _environment(self) -> dict[str, str]:
-        threads = str(self._settings.threads)
+        threads = str(self.settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         for name in LOWERING:  # with one set, a precision is not what its name says
             environment.pop(name, None)
@@ -262,6 +273,21 @@ class ProcessWorker(Worker):
         if reply[0] == "fault":
             raise WorkerFault(*reply[1:])
         return reply[1]
+
+
+@contextmanager
+def worker_ahead(request: Request) -> Iterator[ProcessWorker | None]:
+    """Yields a worker that already imports torch for a run; None for one by ranks, or in this process.
+
+    Its `settings` may still change.
+    """
+    if not request.isolation or request.ranks is not None:
+        yield None
+        return
+    with ProcessWorker(Settings(request.threads, request.seed, request.imports)) as worker:
+        with suppress(WorkerLost):  # the first request reports the reason
+            worker.begin()
+        yield worker
 
 
 def _split_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:

@@ -4,6 +4,7 @@ data, memory, traces."""
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,12 +55,15 @@ class CaseOutcome:
     planned: PlannedCase
     failure: str = ""
     draft: Record = field(init=False)
+    # Passes of two workers may note at the same time.
+    _noting: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.draft = Record(self.planned.case, self.planned.support, Status.OK, self.planned.work)
 
     def note(self, **facts: Any) -> None:
-        self.draft = replace(self.draft, **facts)
+        with self._noting:
+            self.draft = replace(self.draft, **facts)
 
     def forget(self) -> None:
         failed = self.draft
@@ -89,7 +93,8 @@ class CaseOutcome:
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def add_detail(self, reason: str) -> None:
-        self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
+        with self._noting:
+            self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
 
 
 def ran_out_of_memory(cause: WorkerError) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import fp8bench.files
 from fp8bench import pipeline
 from fp8bench.cli import main as cli
+from fp8bench.cli.commands import suite
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from fp8bench.features.selftest import checks, power
 from fp8bench.features.sensitivity import job as sensitivity
@@ -207,6 +209,7 @@ def test_no_command_line_ends_in_a_traceback(
 ) -> None:
     """Plans are made, files are read and written as ever; only workers and measuring are left out."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suite, "worker_ahead", lambda request: nullcontext())
     monkeypatch.setattr(pipeline, "worker_for", Probed)
     monkeypatch.setattr(pipeline, "_measure", measure_nothing)
     monkeypatch.setattr(corpus, "standard_library_text", lambda: b"text " * 20_000)

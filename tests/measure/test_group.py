@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from fp8bench.model import (
     Label,
     Level,
     Measurement,
+    MemoryUse,
     PlannedCase,
+    Products,
     Provenance,
     Record,
     Status,
@@ -77,6 +81,74 @@ class Beginning(FakeWorker):
 
     def begin(self) -> None:
         self.log.append(("begin",))
+
+
+class Meeting(FakeWorker):
+    """One of two workers whose requests for memory and products each wait until the other one has begun."""
+
+    def __init__(self, scripts: Mapping[str, Script], barrier: threading.Barrier) -> None:
+        super().__init__(scripts)
+        self._barrier = barrier
+
+    def _memory(self, *arguments: Any) -> MemoryUse | str:
+        self._barrier.wait(10)
+        return super()._memory(*arguments)
+
+    def _products(self, *arguments: Any) -> Products:
+        self._barrier.wait(10)
+        return super()._products(*arguments)
+
+
+def by_two(
+    first: FakeWorker, second: FakeWorker | None, facts: DeviceFacts = CPU, listener: Listener | None = None
+) -> dict[str, Record]:
+    method = Method(rule=TEN, judge=is_decided, seed=0)
+    cases = group(*native("fp32", "bf16"))
+    measurement = GroupMeasurement(cases, {"cpu": facts}, first, listener or Listener(), method, _second=second)
+    return by_mode(measurement.run())
+
+
+def test_a_second_worker_measures_memory_while_the_first_does_other_passes() -> None:
+    barrier, scripts = threading.Barrier(2), {"fp32": Script(peak=3), "bf16": Script(peak=2)}
+    first, second = Meeting(scripts, barrier), Meeting(scripts, barrier)
+    records = by_two(first, second)
+    alone = by_two(FakeWorker(scripts), None)
+    assert records == alone and records["fp32"].memory == MemoryUse(3)
+    # Nothing else is asked of it, and it is not restarted for what a profiler leaves.
+    assert {entry[0] for entry in second.log} == {"memory"} and not second.restarts
+    assert "memory" not in {entry[0] for entry in first.log} and "products" in {entry[0] for entry in first.log}
+
+
+def test_a_machine_that_cannot_hold_two_workers_measures_memory_with_one() -> None:
+    first, second = FakeWorker({"fp32": Script(peak=3)}), FakeWorker({})
+    records = by_two(first, second, replace(CPU, memory_bytes=1 << 20))
+    assert second.log == [] and records["fp32"].memory == MemoryUse(3)
+
+
+def test_an_interrupt_ends_both_workers() -> None:
+    """Other cases are not measured in the second one, which would start again for them."""
+
+    class Interrupted(Listener):
+        def working(self, case: Case, doing: str, share: float) -> None:
+            if doing == "looking at products":
+                barrier.wait(10)  # the second is in its first request
+                raise KeyboardInterrupt
+
+    class Slow(FakeWorker):
+        def _memory(self, *arguments: Any) -> MemoryUse | str:
+            barrier.wait(10)
+            ended.wait(10)
+            raise WorkerLost("it was ended")
+
+        def restart(self) -> None:
+            super().restart()
+            ended.set()
+
+    barrier, ended = threading.Barrier(2), threading.Event()
+    second = Slow({})
+    with pytest.raises(KeyboardInterrupt):
+        by_two(FakeWorker({}), second, listener=Interrupted())
+    assert second.restarts and [name for name, _ in second.limits].count("memory") == 1
 
 
 def test_the_worker_that_times_nothing_starts_when_nothing_is_timed_any_more() -> None:

@@ -21,6 +21,7 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
+from fp8bench.measure.handle import worker_ahead
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
@@ -149,11 +150,12 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure, once or in several sessions.
-    from fp8bench.pipeline import execute
-
+    # 4. Measure, once or in several sessions. A worker imports torch while this process imports the rest.
     if arguments.sessions.runs == 1:
-        return measure_and_tell(request, arguments, partial(execute, meanwhile=import_renderers))
+        with worker_ahead(request) as begun:
+            from fp8bench.pipeline import execute
+
+            return measure_and_tell(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
     from fp8bench.jobs.several_runs import execute_sessions
 
     several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
