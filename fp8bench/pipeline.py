@@ -35,6 +35,7 @@ from fp8bench.measure.handle import (
     Worker,
     claim_process,
     counting_worker,
+    workers_ahead,
 )
 from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
@@ -76,15 +77,15 @@ def execute(
     note: str = "",
     cell: tuple[str, Cell] | None = None,
     sessions: Sessions = MappingProxyType({}),
-    begun: ProcessWorker | None = None,
+    begun: Sequence[ProcessWorker] = (),
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
     """Plans, measures and stores. Every group is in the store before the next one starts.
 
     `origin` is the entry point of the request; `folder` is in the repository whose commit is measured, by default the
     working directory; `note` is stored with the run. With a `cell` and its name in the plan, only that group is
-    measured. `sessions` are the ratios by case from earlier sessions. `begun` is the worker that times, if the caller
-    has started it; `meanwhile` is called while it imports torch. An interrupt (Ctrl-C) ends the run early: finished
+    measured. `sessions` are the ratios by case from earlier sessions. `begun` are the workers of
+    `workers_ahead`; `meanwhile` is called while they import torch. An interrupt (Ctrl-C) ends the run early: finished
     work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails during
     the run.
     """
@@ -264,9 +265,9 @@ class Ready(NamedTuple):
 
 
 @contextmanager
-def _ready(request: Request, store: Path, write: bool = True, begun: ProcessWorker | None = None) -> Iterator[Ready]:
-    """Rejects whatever can be rejected before a worker starts, then starts the one that times. The others start at the
-    first request to them. Nothing else measures in this process during the block."""
+def _ready(request: Request, store: Path, write: bool = True, begun: Sequence[ProcessWorker] = ()) -> Iterator[Ready]:
+    """Rejects whatever can be rejected before a worker starts, then starts them unless they have `begun`. Nothing else
+    measures in this process during the block."""
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
@@ -280,23 +281,15 @@ def _ready(request: Request, store: Path, write: bool = True, begun: ProcessWork
                 check_folder("--trace", Path(request.trace))
             check_store(store)  # before the text is written there: a new store must be created as one
         corpus = resolved.corpus(store, write)
-        timing, untimed = (stack.enter_context(worker_for(request, corpus, worker)) for worker in (begun, None))
+        # Importing torch takes seconds, in which this process goes on.
+        if not begun and write:
+            begun = stack.enter_context(workers_ahead(request, resolved.switches.second))
+        timing, untimed = (
+            stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
+        )
         counts = request.counters and write
         counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if counts else None
-        # Importing torch takes seconds, in which this process goes on.
-        second = untimed if write and resolved.switches.second and _has_cores_for_two(request) else None
-        with contextlib.suppress(WorkerError):  # the first request reports the reason
-            timing.begin()
-            if second is not None:
-                second.begin()
-        yield Ready(corpus, resolved.switches, timing, untimed, counting, second)
-
-
-def _has_cores_for_two(request: Request) -> bool:
-    """Whether two workers of a run may each have their cores; nobody knows where the system does not say how many."""
-    if not request.isolation or request.ranks is not None or not hasattr(os, "sched_getaffinity"):
-        return False
-    return len(os.sched_getaffinity(0)) >= 2 * request.threads
+        yield Ready(corpus, resolved.switches, timing, untimed, counting, untimed if len(begun) > 1 else None)
 
 
 def settings_of(request: Request, corpus: Corpus | None) -> Settings:

@@ -12,7 +12,6 @@ from pathlib import Path
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
 from fp8bench.files import keeping, open_file, write_whole
-from fp8bench.jobs.earlier_runs import find_earlier_steps
 from fp8bench.jobs.kinds import K, Kind, joined, meant_by
 from fp8bench.model import Run
 from fp8bench.report.data.plain import Rows, csv_text
@@ -84,8 +83,7 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     """
     verdicts = [findings(run) for run in runs]
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    earlier = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
-    page = page_of(replace(material_of(runs, verdicts, store), earlier=earlier))
+    page = page_of(material_of(runs, verdicts, store))
     rows = run_rows(list(zip(runs, verdicts, strict=True)))
     return _write_page(page, rows, folder_of(runs, store), pages)
 

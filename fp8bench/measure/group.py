@@ -104,28 +104,14 @@ class GroupMeasurement:
         if self._other is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # whoever asks it first hears why
                 self._other.begin()  # nothing is timed any more
-        # 3. Errors come first: a case that fails there is not asked anything else.
         passes = Passes(self._worker, self._facts, self._method.limits, self._observer)
-        passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
-        reference = self._reference()
-        # A reference that failed leaves its candidates without a pair.
-        if reference is not led:
-            self._unpair()
-        if reference is not None:
-            passes.ask("statistics", [reference])
-        # 4. Memory comes last of those that a profiler may disturb, unless the second worker measures it meanwhile.
-        untimed = self._untimed_passes() or passes
-        with self._memory_in_second_worker() as is_measuring:
-            passes.ask("products", self._alive())
-            untimed.effects(self._alive())
-            passes.transfers(self._alive())
-            examined = [outcome for outcome in self._alive() if workloads.get(outcome.planned.case.workload).examined]
-            passes.ask("coverage", examined)
-            if not is_measuring:
-                untimed.memory(self._alive(), self._meter, self._method.looks_again)
-            # 5. Traces and operators run the most foreign code around a step.
-            if self._method.traces is not None:
-                passes.traces(self._alive(), self._method.traces)
+        # 3. Ask everything else about each case, memory in the second worker if there is one.
+        with self._memory_by_second_worker() as measured:
+            self._ask_about_cases(passes, led, measured is None)
+        if measured is not None:
+            self._take_memory(passes, measured)
+        # 4. These need the memory of a case, or a worker of their own.
+        if self._other is self._second:
             self._record_operators(passes)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
@@ -134,6 +120,7 @@ class GroupMeasurement:
         if self._counting is not None:
             counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
             counting.counters(self._alive(), self._counting.why)
+        reference = self._reference()
         for case_outcome in self._alive():
             case_outcome.note(
                 ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
@@ -141,6 +128,30 @@ class GroupMeasurement:
         return tuple(
             case_outcome.record(case_outcome is reference, case_outcome.planned.skip) for case_outcome in self._outcomes
         )
+
+    def _ask_about_cases(self, passes: Passes, led: CaseOutcome | None, with_memory: bool) -> None:
+        # 1. Errors come first: a case that fails there is not asked anything else.
+        untimed = self._untimed_passes() or passes
+        passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
+        reference = self._reference()
+        # A reference that failed leaves its candidates without a pair.
+        if reference is not led:
+            self._unpair()
+        if reference is not None:
+            passes.ask("statistics", [reference])
+        # 2. Memory comes last of those that a profiler's remains may disturb.
+        passes.ask("products", self._alive())
+        untimed.effects(self._alive())
+        passes.transfers(self._alive())
+        examined = [outcome for outcome in self._alive() if workloads.get(outcome.planned.case.workload).examined]
+        passes.ask("coverage", examined)
+        if with_memory:
+            untimed.memory(self._alive(), self._meter, self._method.looks_again)
+        # 3. Traces and operators run the most foreign code around a step.
+        if self._method.traces is not None:
+            passes.traces(self._alive(), self._method.traces)
+        if self._other is not self._second:
+            self._record_operators(passes)
 
     def _record_operators(self, passes: Passes) -> None:
         """Records tapes and shares last: observing operators may leave a process slower."""
@@ -154,26 +165,52 @@ class GroupMeasurement:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
 
     @contextmanager
-    def _memory_in_second_worker(self) -> Iterator[bool]:
-        """Measures memory in the second worker during the body; yields False where that is not possible.
+    def _memory_by_second_worker(self) -> Iterator[dict[str, CaseOutcome] | None]:
+        """Measures memory in the second worker during the body; yields outcomes by case, complete at its end.
 
-        The machine must hold both workers easily: if memory runs out, the kernel may end either.
+        Yields None on a machine that cannot hold both workers easily: if memory runs out, the kernel may end either.
         """
+        measured: dict[str, CaseOutcome] = {}
         peak, least = self._worker.peak_bytes, min(facts.memory_bytes for facts in self._facts.values())
         if self._second is None or peak is None or _MOST_OF_MEMORY * peak > least:
-            yield False
+            yield None
             return
         waiting = self._alive()
-        passes = Passes(self._second, self._facts, self._method.limits, SilentObserver(), True)
         with ThreadPoolExecutor(1) as threads:
-            measuring = threads.submit(passes.memory, waiting, self._meter, self._method.looks_again)
+            measuring = threads.submit(self._measure_memory, self._second, waiting, measured)
             try:
-                yield True
+                yield measured
             except BaseException:
                 waiting.clear()
                 self._second.restart()  # ends the request in progress
                 raise
             measuring.result()
+
+    def _take_memory(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
+        """Notes what the second worker has measured; asks the first one about cases that it could not measure."""
+        missing = []
+        for outcome in self._alive():
+            if (other := measured.get(outcome.planned.case.id)) is None:
+                missing.append(outcome)
+            else:
+                outcome.take_memory(other)
+        passes.memory(missing, self._meter, self._method.looks_again)
+
+    def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], measured: dict[str, CaseOutcome]) -> None:
+        """Measures the memory of the waiting cases, with compiled quantisers if these were timed with them."""
+        passes = Passes(worker, self._facts, self._method.limits, SilentObserver(), True)
+        while waiting:
+            planned, timing = waiting[0].planned, waiting.pop(0).draft.timing
+            outcome = CaseOutcome(planned)
+            try:
+                if timing is not None and timing.fused:
+                    arm = MeasuredArm(planned.case.id, planned, self._facts[planned.case.device], self._method.limits)
+                    arm.prepare(worker, Quantisers())
+                    arm.release(worker)
+            except (WorkerError, CompilingFailed):
+                return  # the first worker has them
+            passes.memory([outcome], self._meter, self._method.looks_again)
+            measured[planned.case.id] = outcome
 
     def _untimed_passes(self) -> Passes | None:
         """Returns the passes by the worker that times nothing, or None where the timing worker does them.

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -276,18 +276,26 @@ class ProcessWorker(Worker):
 
 
 @contextmanager
-def worker_ahead(request: Request) -> Iterator[ProcessWorker | None]:
-    """Yields a worker that already imports torch for a run; None for one by ranks, or in this process.
+def workers_ahead(request: Request, second: bool) -> Iterator[tuple[ProcessWorker, ...]]:
+    """Yields workers that already import torch for a run: one that times and, with `second` and cores for it, another.
 
-    Its `settings` may still change.
+    A run by ranks or in this process gets none. Their `settings` may still change.
     """
-    if not request.isolation or request.ranks is not None:
-        yield None
-        return
-    with ProcessWorker(Settings(request.threads, request.seed, request.imports)) as worker:
-        with suppress(WorkerLost):  # the first request reports the reason
-            worker.begin()
-        yield worker
+    count = 0
+    if request.isolation and request.ranks is None:
+        count = 2 if second and _has_cores_for_two(request) else 1
+    with ExitStack() as stack:
+        settings = Settings(request.threads, request.seed, request.imports)
+        workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(count)]
+        for worker in workers:
+            with suppress(WorkerLost):  # the first request reports the reason
+                worker.begin()
+        yield tuple(workers)
+
+
+def _has_cores_for_two(request: Request) -> bool:
+    """Whether each of two workers has its cores; nobody knows where the system does not say how many there are."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= 2 * request.threads
 
 
 def _split_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:

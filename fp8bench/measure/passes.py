@@ -4,7 +4,6 @@ data, memory, traces."""
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -55,15 +54,12 @@ class CaseOutcome:
     planned: PlannedCase
     failure: str = ""
     draft: Record = field(init=False)
-    # Passes of two workers may note at the same time.
-    _noting: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.draft = Record(self.planned.case, self.planned.support, Status.OK, self.planned.work)
 
     def note(self, **facts: Any) -> None:
-        with self._noting:
-            self.draft = replace(self.draft, **facts)
+        self.draft = replace(self.draft, **facts)
 
     def forget(self) -> None:
         failed = self.draft
@@ -93,8 +89,12 @@ class CaseOutcome:
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def add_detail(self, reason: str) -> None:
-        with self._noting:
-            self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
+        self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
+
+    def take_memory(self, other: CaseOutcome) -> None:
+        """Adds what another worker has measured of the same case's memory, or why it could not."""
+        self.note(memory=other.draft.memory, measurements=(*self.draft.measurements, *other.draft.measurements))
+        self.add_detail(other.draft.detail)
 
 
 def ran_out_of_memory(cause: WorkerError) -> bool:

@@ -107,8 +107,11 @@ class _Steps:
         return memories_of(self.state, self.returned)
 
     def read_memory(self) -> list[_SeenMemory]:
+        return self.digest_memories(self.memories())
+
+    def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_SeenMemory]:
         digests, end = [], time.thread_time() + LONGEST_SECONDS
-        for address, tensors in self.memories().items():
+        for address, tensors in memories.items():
             _in_time(end)
             first, version = tensors[0], max(map(version_of, tensors))
             count, floating = max(tensor.numel() for tensor in tensors), first.dtype.is_floating_point
@@ -204,13 +207,13 @@ class _Taken:
 def _step_until_repeat(steps: _Steps) -> _Taken | None:
     """Takes steps until one repeats an earlier result; returns None if all of a few differ."""
     steps.take()
-    history = [steps.read_memory()]
     held = [steps.memories()]  # kept alive, or the next step's new tensors might get the same address and look alike
+    history = [steps.digest_memories(held[0])]
     while len(history) < _MOST_STEPS:
         if steps.seconds() > LONGEST_SECONDS:
             raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
-        history.append(steps.read_memory())
         held.append(steps.memories())
+        history.append(steps.digest_memories(held[-1]))
         for earlier in reversed(history[:-1]):
             if (going_on := _compare_steps(earlier, history[-1])) is not None:
                 return _Taken(history, *going_on)

@@ -209,7 +209,8 @@ def test_no_command_line_ends_in_a_traceback(
 ) -> None:
     """Plans are made, files are read and written as ever; only workers and measuring are left out."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(suite, "worker_ahead", lambda request: nullcontext())
+    monkeypatch.setattr(suite, "workers_ahead", lambda *_: nullcontext(()))
+    monkeypatch.setattr(pipeline, "workers_ahead", lambda *_: nullcontext(()))
     monkeypatch.setattr(pipeline, "worker_for", Probed)
     monkeypatch.setattr(pipeline, "_measure", measure_nothing)
     monkeypatch.setattr(corpus, "standard_library_text", lambda: b"text " * 20_000)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fp8bench.measure.handle import ProcessWorker, worker_ahead
+from fp8bench.measure.handle import ProcessWorker, workers_ahead
 from fp8bench.measure.process import describe_exit, last_words
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
-from fp8bench.pipeline import _has_cores_for_two, execute, worker_for
+from fp8bench.pipeline import execute, worker_for
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
@@ -42,20 +42,33 @@ def test_an_exit_status_in_words() -> None:
     assert describe_exit(-9).endswith("when memory runs out)")
 
 
-def test_a_worker_started_ahead_is_the_one_that_times_and_ends_with_its_run() -> None:
-    request = Request("gemm", ("fp32",), seed=7)
-    with worker_ahead(request) as begun:
-        assert begun is not None and begun.pid is not None
+def test_workers_started_ahead_are_those_of_the_run_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    with workers_ahead(Request("gemm", ("fp32",), seed=7), second=True) as (begun, second):
+        assert begun.pid is not None and second.pid is not None and begun.pid != second.pid
         corpus = Corpus("/tokens", "text", "0" * 64, 1)
-        with worker_for(request, corpus, begun) as worker:
+        with worker_for(Request("gemm", ("fp32",), seed=7), corpus, begun) as worker:
             assert worker is begun and begun.settings == Settings(seed=7, corpus="/tokens")
-        assert begun.pid is None
+        assert begun.pid is None and second.pid is not None
+    assert second.pid is None
 
 
-def test_no_worker_starts_ahead_of_a_run_in_this_process_or_by_ranks() -> None:
-    for request in (Request("gemm", ("fp32",), isolation=False), Request("collective", ("fp32",), ranks=2)):
-        with worker_ahead(request) as begun:
-            assert begun is None
+@for_each(
+    ("request", "second", "count"),
+    [
+        (Request("gemm", ("fp32",), threads=2), True, 2),
+        (Request("gemm", ("fp32",), threads=2), False, 1),
+        (Request("gemm", ("fp32",), threads=3), True, 1),  # they would share cores
+        (Request("gemm", ("fp32",), isolation=False), True, 0),
+        (Request("collective", ("fp32",), ranks=2), True, 0),
+    ],
+)
+def test_a_run_gets_as_many_workers_ahead_as_it_has_cores_for(
+    request: Request, second: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    with workers_ahead(request, second) as begun:
+        assert len(begun) == count
 
 
 def test_the_second_worker_is_ready_before_steps_are_timed_and_measures_memory_afterwards(
@@ -82,11 +95,3 @@ def test_the_second_worker_is_ready_before_steps_are_timed_and_measures_memory_a
     assert {name for place, name in by_second if place < slots[0]} == {"versions"}
     assert {name for place, name in by_second if place > slots[0]} == {"memory"}
     assert all(place > slots[-1] for place, name in by_second if name == "memory")
-
-
-def test_one_worker_does_it_all_where_threads_fill_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert _has_cores_for_two(Request("gemm", ("fp32",), threads=2))
-    assert not _has_cores_for_two(Request("gemm", ("fp32",), threads=3))
-    assert not _has_cores_for_two(Request("gemm", ("fp32",), isolation=False))
-    assert not _has_cores_for_two(Request("collective", ("fp32",), ranks=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
-from fp8bench.measure.handle import worker_ahead
+from fp8bench.measure.handle import workers_ahead
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
@@ -30,6 +31,7 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
+from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
@@ -150,9 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure, once or in several sessions. A worker imports torch while this process imports the rest.
+    # 4. Measure, once or in several sessions. Workers import torch while this process imports the rest.
     if arguments.sessions.runs == 1:
-        with worker_ahead(request) as begun:
+        with workers_ahead(request, switches_of(os.environ).second) as begun:
             from fp8bench.pipeline import execute
 
             return measure_and_tell(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))

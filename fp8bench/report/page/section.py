@@ -10,8 +10,8 @@ import importlib
 import math
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,14 +211,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie.
-
-    `earlier` has the best case of each case's step, by its id, in the last runs before the only one.
-    """
+    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie."""
 
     entries: tuple[Entry, ...]
     store: Path | None = None
-    earlier: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:

@@ -12,7 +12,7 @@ from fp8bench.model import Params
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import Elements, Field, Items, Table, Text, Tone, items_of
+from fp8bench.report.elements import Elements, Field, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -32,8 +32,6 @@ from fp8bench.report.words.naming import figure_words, replays_of, shorten_line
 
 # A table of more cases can be filtered and sorted.
 _MOST_UNFILTERED = 8
-# The most cases with a sentence on earlier runs.
-_MOST_COMPARED = 6
 _COST = "the cost of emulation, not of the precision"
 # The first columns of a terminal's tables.
 CASE: tuple[Col[NamedCase], ...] = (
@@ -126,7 +124,6 @@ def results_section(material: Material) -> Elements:
     # A short table needs no filter above it.
     is_main = len(rows) > _MOST_UNFILTERED
     yield table("results-table", "All cases", answers, rows, main=is_main, required={"case", "verdict"})
-    yield from _compare_with_earlier(rows, material)
     details = [*_detail_columns(rows, material.alone), *map(_of_spec, in_table("cases"))]
     yield table("details", "More figures of every case", details, rows, folded=True, required={"case"})
     words = "; ".join(f"{suite}: {describe_params(params)}" for suite, params in shared.items() if params)
@@ -134,19 +131,6 @@ def results_section(material: Material) -> Elements:
         yield Text(f"The same in every row: {words}.")
     for _, panel in panels:
         yield from other_tables(panel)
-
-
-def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Iterator[Items]:
-    """Yields 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one 32.5 ms' for each case with earlier runs."""
-    sentences = []
-    for row in rows:
-        earlier = material.earlier.get(row.case.record.case.id)
-        if earlier and row.case.best is not None and not row.case.is_emulated:
-            runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
-            step = units.seconds(row.case.best)
-            span = units.span(earlier, units.seconds)
-            sentences.append(f"{row.case.name}: {runs} {span} a step, this one {step}")
-    yield from items_of(sentences[:_MOST_COMPARED])
 
 
 def _name_column(rows: Sequence[_ShownCase], alone: bool) -> Col[_ShownCase]:
