@@ -110,7 +110,7 @@ class GroupMeasurement:
             self._ask_about_cases(passes, led, measured is None)
         if measured is not None:
             self._take_memory(passes, measured)
-        # 4. These need the memory of a case, or a worker of their own.
+        # 4. The second worker is free again; what follows may need as much memory as there is.
         if self._other is self._second:
             self._record_operators(passes)
         if self._method.capacity is not None:
@@ -130,6 +130,7 @@ class GroupMeasurement:
         )
 
     def _ask_about_cases(self, passes: Passes, led: CaseOutcome | None, with_memory: bool) -> None:
+        """Asks the first worker, and the one that times nothing; `led` is the reference of the rounds."""
         # 1. Errors come first: a case that fails there is not asked anything else.
         untimed = self._untimed_passes() or passes
         passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
@@ -175,7 +176,8 @@ class GroupMeasurement:
         if self._second is None or peak is None or _MOST_OF_MEMORY * peak > least:
             yield None
             return
-        waiting = self._alive()
+        # A step that torch compiles would be compiled once more there.
+        waiting = [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds]
         with ThreadPoolExecutor(1) as threads:
             measuring = threads.submit(self._measure_memory, self._second, waiting, measured)
             try:
@@ -200,17 +202,18 @@ class GroupMeasurement:
         """Measures the memory of the waiting cases, with compiled quantisers if these were timed with them."""
         passes = Passes(worker, self._facts, self._method.limits, SilentObserver(), True)
         while waiting:
-            planned, timing = waiting[0].planned, waiting.pop(0).draft.timing
-            outcome = CaseOutcome(planned)
+            timed = waiting.pop(0)
+            case, timing = timed.planned.case, timed.draft.timing
             try:
                 if timing is not None and timing.fused:
-                    arm = MeasuredArm(planned.case.id, planned, self._facts[planned.case.device], self._method.limits)
+                    arm = MeasuredArm(case.id, timed.planned, self._facts[case.device], self._method.limits)
                     arm.prepare(worker, Quantisers())
                     arm.release(worker)
             except (WorkerError, CompilingFailed):
                 return  # the first worker has them
-            passes.memory([outcome], self._meter, self._method.looks_again)
-            measured[planned.case.id] = outcome
+            # Its own outcome, because the first worker's passes write into the other meanwhile.
+            measured[case.id] = CaseOutcome(timed.planned)
+            passes.memory([measured[case.id]], self._meter, self._method.looks_again)
 
     def _untimed_passes(self) -> Passes | None:
         """Returns the passes by the worker that times nothing, or None where the timing worker does them.

@@ -15,6 +15,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
+from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
@@ -100,9 +101,13 @@ class Meeting(FakeWorker):
 
 
 def by_two(
-    first: FakeWorker, second: FakeWorker | None, facts: DeviceFacts = CPU, listener: Listener | None = None
+    first: FakeWorker,
+    second: FakeWorker | None,
+    facts: DeviceFacts = CPU,
+    listener: Listener | None = None,
+    quantisers: Quantisers | None = None,
 ) -> dict[str, Record]:
-    method = Method(rule=TEN, judge=is_decided, seed=0)
+    method = Method(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
     cases = group(*native("fp32", "bf16"))
     measurement = GroupMeasurement(cases, {"cpu": facts}, first, listener or Listener(), method, _second=second)
     return by_mode(measurement.run())
@@ -117,6 +122,23 @@ def test_a_second_worker_measures_memory_while_the_first_does_other_passes() -> 
     # Nothing else is asked of it, and it is not restarted for what a profiler leaves.
     assert {entry[0] for entry in second.log} == {"memory"} and not second.restarts
     assert "memory" not in {entry[0] for entry in first.log} and "products" in {entry[0] for entry in first.log}
+
+
+def test_the_second_worker_compiles_what_was_timed_compiled() -> None:
+    """Uncompiled quantisers hold more memory for a while."""
+    scripts = {"bf16": Script(quantisers=[2], peak=2)}
+    first, second = FakeWorker(scripts), FakeWorker(scripts)
+    by_two(first, second, quantisers=Quantisers())
+    asked = [entry[:2] for entry in second.log]
+    assert ("prepare", "fp32") not in asked and second.held == []
+    assert asked.index(("compile", "bf16")) < asked.index(("memory", "bf16"))
+
+
+def test_what_the_second_worker_cannot_prepare_the_first_one_measures() -> None:
+    scripts = {"bf16": Script(quantisers=[2], peak=2)}
+    failing = FakeWorker({"bf16": Script(quantisers=[2], faults=[Fault("prepare", WorkerLost("it crashed"))])})
+    records = by_two(FakeWorker(scripts), failing, quantisers=Quantisers())
+    assert records["bf16"].memory == MemoryUse(2) and not records["bf16"].detail
 
 
 def test_a_machine_that_cannot_hold_two_workers_measures_memory_with_one() -> None:
