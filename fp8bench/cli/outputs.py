@@ -21,6 +21,7 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.model.request import PROFILERS
+from fp8bench.registry import backends
 from fp8bench.report.data.loggers import LogTarget, check_target
 from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
@@ -197,7 +198,6 @@ def import_renderers() -> None:
     """Imports what `print_run` and the report need, so that this takes no time after the run."""
     for name in ("fp8bench.jobs.after_run", "fp8bench.report.data.run", "fp8bench.report.terminal.run"):
         import_module(name)
-    from fp8bench.registry import backends
     from fp8bench.report.page import html, section
 
     section.sections()
