@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
@@ -26,13 +28,16 @@ from fp8bench.measure.rounds import Choose, Judge, ReplayPass, RoundSession
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, WindowRule
-from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, Record
+from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, PlannedCase, Record
 from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import precisions, workloads
 
 # Two workers measure side by side if this many times the memory of one fits into the machine.
 _MOST_OF_MEMORY = 4
+# The same for the least memory of a small case: workers hold it several times, one of them in fp64.
+_MOST_OF_SMALL = 64
+_Answers = TypeVar("_Answers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +76,8 @@ class Method:
 class GroupMeasurement:
     """The state of measuring one group; `run` does all of it.
 
-    `_other` is the worker in which nothing is timed any more; `_second` is one that waits while steps are timed, and
-    measures memory while the first worker does other passes.
+    `_other` is the worker in which nothing is timed any more; `_second` is one that waits while steps are timed. It
+    measures errors while the first worker prepares, and memory while that does other passes.
     """
 
     _group: Group
@@ -90,6 +95,8 @@ class GroupMeasurement:
         self._seed = random.Random(f"{self._method.seed}:{self._group.setting}").getrandbits(32)
         self._start = time.monotonic()
         self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
+        # Numerical errors that are known before a case is asked for them, by `numbers_key`.
+        self._errors = self._method.errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
 
     def run(self) -> tuple[Record, ...]:
         """Measures, then runs the passes; returns records in the order of the plan."""
@@ -133,7 +140,7 @@ class GroupMeasurement:
         """Asks the first worker, and the one that times nothing; `led` is the reference of the rounds."""
         # 1. Errors come first: a case that fails there is not asked anything else.
         untimed = self._untimed_passes() or passes
-        passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
+        passes.errors(self._alive(), self._errors)
         reference = self._reference()
         # A reference that failed leaves its candidates without a pair.
         if reference is not led:
@@ -178,15 +185,44 @@ class GroupMeasurement:
             return
         # A step that torch compiles would be compiled once more there.
         waiting = [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds]
+        with self._asking_second_worker(partial(self._measure_memory, self._second), waiting, measured):
+            yield measured
+
+    @contextmanager
+    def _errors_by_second_worker(self) -> Iterator[None]:
+        """Measures errors in the second worker during the body, in which the first one prepares and times nothing.
+
+        Only of cases that are known to be small: nobody knows yet what the first worker will hold.
+        """
+        small = [CaseOutcome(outcome.planned) for outcome in self._alive() if self._is_small(outcome.planned)]
+        if self._second is None or self._errors or not small:
+            yield
+            return
+        passes = Passes(self._second, self._facts, self._method.limits, SilentObserver(), True)
+        with self._asking_second_worker(passes.errors, small, self._errors):
+            yield
+
+    def _is_small(self, planned: PlannedCase) -> bool:
+        least, static = planned.work.least_memory, planned.case.static
+        known = least > 0 and static is None and not planned.work.setup_seconds
+        return known and _MOST_OF_SMALL * least < self._facts[planned.case.device].memory_bytes
+
+    @contextmanager
+    def _asking_second_worker(
+        self, ask: Callable[[list[CaseOutcome], _Answers], object], waiting: list[CaseOutcome], answers: _Answers
+    ) -> Iterator[None]:
+        """Asks the second worker about the waiting cases during the body. If that raises, the request in progress and
+        the worker end."""
+        assert self._second is not None
         with ThreadPoolExecutor(1) as threads:
-            measuring = threads.submit(self._measure_memory, self._second, waiting, measured)
+            asking = threads.submit(ask, waiting, answers)
             try:
-                yield measured
+                yield
             except BaseException:
                 waiting.clear()
-                self._second.restart()  # ends the request in progress
+                self._second.restart()
                 raise
-            measuring.result()
+            asking.result()
 
     def _take_memory(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
         """Notes what the second worker has measured; asks the first one about cases that it could not measure."""
@@ -317,9 +353,10 @@ class GroupMeasurement:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
         method = self._method
-        session.prepare(
-            self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
-        )
+        with self._errors_by_second_worker():
+            session.prepare(
+                self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
+            )
         # 2. Time rounds until the rule ends them.
         watch = self._watch(session)
         after_slot = watch.look if watch else None

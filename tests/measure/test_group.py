@@ -106,10 +106,11 @@ def by_two(
     facts: DeviceFacts = CPU,
     listener: Listener | None = None,
     quantisers: Quantisers | None = None,
+    least_memory: float = 0.0,
 ) -> dict[str, Record]:
     method = Method(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
-    cases = group(*native("fp32", "bf16"))
-    measurement = GroupMeasurement(cases, {"cpu": facts}, first, listener or Listener(), method, _second=second)
+    cases = [replace(case, work=replace(case.work, least_memory=least_memory)) for case in native("fp32", "bf16")]
+    measurement = GroupMeasurement(group(*cases), {"cpu": facts}, first, listener or Listener(), method, _second=second)
     return by_mode(measurement.run())
 
 
@@ -122,6 +123,26 @@ def test_a_second_worker_measures_memory_while_the_first_does_other_passes() -> 
     # Nothing else is asked of it, and it is not restarted for what a profiler leaves.
     assert {entry[0] for entry in second.log} == {"memory"} and not second.restarts
     assert "memory" not in {entry[0] for entry in first.log} and "products" in {entry[0] for entry in first.log}
+
+
+ERRORS = [("error", "fp32"), ("error", "bf16")]
+
+
+@for_each(
+    ("least_memory", "is_ahead"),
+    [(1e6, True), (0.0, False), (CPU.memory_bytes / 8, False)],
+    ids=["small", "?", "large"],
+)
+def test_the_second_worker_measures_errors_of_small_cases_while_the_first_prepares(
+    least_memory: float, is_ahead: bool
+) -> None:
+    scripts = {"bf16": Script(errors={"loss_error": 0.25})}
+    first, second = FakeWorker(scripts), FakeWorker(scripts)
+    records = by_two(first, second, least_memory=least_memory)
+    (measurement,) = records["bf16"].measurements
+    assert (measurement.metric, measurement.samples) == ("loss_error", (0.25,))
+    asked = [[entry for entry in worker.log if entry[0] == "error"] for worker in (first, second)]
+    assert asked == ([[], ERRORS] if is_ahead else [ERRORS, []])
 
 
 def test_the_second_worker_compiles_what_was_timed_compiled() -> None:
