@@ -23,7 +23,7 @@ from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
-from fp8bench.model import Interval, Level, MemoryRole, Phase, Verdict
+from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
 from fp8bench.report.words.legend import LARGE, NOT_FINITE, error_word
@@ -189,8 +189,9 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
-    findings = [finding for finding in (pair.finding, pair.reference_finding) if finding is not None]
-    labels = [label for finding in findings for label in finding.labels]
+    labels: list[Label] = []
+    for finding in (pair.finding, pair.reference_finding):
+        labels += finding.labels if finding is not None else ()
     ratio = energy_ratio(pair.record, pair.reference, labels)
     if pair.is_emulated:
         return "emulated here: its joules are the cost of emulation"
