@@ -156,7 +156,7 @@ def why_unsure(times: DuelVerdict) -> str:
             "give it more (--sessions)"
         )
     if times.uneven or verdicts.rule(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
-        return "the mean over all calls contradicts the fastest calls"
+        return "the mean over all calls does not confirm what the fastest calls say"
     return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
 
 
