@@ -122,7 +122,7 @@ def kinds() -> list[Kind[Any]]:
     return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
 
 
-def joined(words: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
+def join_results(words: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
     """Returns the results that words mean as one of their kind; None if they cannot be shown side by side."""
     for kind in kinds():
         if (result := kind.join(words, store)) is not None:

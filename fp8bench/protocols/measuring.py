@@ -1,4 +1,4 @@
-"""What measuring works with: kinds of devices, the markers of a step's phases, and the observer of a run."""
+"""Interfaces of measuring: kinds of devices, the markers of a step's phases, and the observer of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stamper(ABC):
         """Nanoseconds between neighbouring stamps; waits for the device if it must."""
 
     def recycle(self) -> None:
-        """Declares that stamps taken so far will not be read any more."""
+        """Declares that no stamp taken until now will be read again."""
 
 
 class MemoryMeter(ABC):
@@ -127,11 +127,11 @@ class Device(ABC):
         return None
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
-        """Counts of torch's allocator for that device, by its own names; None where there are none."""
+        """Returns counts of torch's allocator for that device, by its names; None without an allocator."""
         return None
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
-        """A memory meter for one device, or why there is none."""
+        """A memory meter for one device, or the reason why the device has no meter."""
         return f"the memory of {self.kind} devices cannot be counted"
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:

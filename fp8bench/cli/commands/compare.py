@@ -8,7 +8,7 @@ from functools import partial
 from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.jobs.kinds import joined
+from fp8bench.jobs.kinds import join_results
 from fp8bench.jobs.observer import JobObserver
 
 EXAMPLES = ("fp8bench compare HEAD~1 HEAD  # after `fp8bench suite all --grid` at each of them",)
@@ -45,7 +45,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.jobs.compare import compared_sides
     from fp8bench.report.comparisons import page_of, rows_of, value_of
 
-    if (together := joined((arguments.before, arguments.after), arguments.store)) is not None:
+    if (together := join_results((arguments.before, arguments.after), arguments.store)) is not None:
         kind, kept = together
         return CommandResult(None, *kind.view(kept))
     compared = compared_sides(arguments.before, arguments.after, arguments.store, observer)

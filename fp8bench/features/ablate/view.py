@@ -116,7 +116,7 @@ def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
 _QUOTED = (3.0, 4.0)
 _QUOTED_WITH = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 _LEGEND = (
-    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds, or their range",
+    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% interval of this run, or the range of its rounds",
     "alone: the option and no other; then: added to those before it; left out: what is lost where it alone is missing",
     "reading: alone below left out: it needs another; alone above left out: another does the same work",
     "times: of whole steps, the fastest quarter of the rounds; of another batch as if it had as many tokens",

@@ -41,6 +41,7 @@ _BESIDE_RESUME = {
     "--log",
     "--fail-on",
     "--live",
+    "--on-alarm",
 }
 _REQUEST = TrainingRequest()
 
@@ -104,6 +105,8 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     add_common(
         group, "--csv", help="also write its lines to PATH, one figure a row; '-' prints them instead of the table"
     )
+    words = "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
+    group.add_argument("--on-alarm", default="", metavar="COMMAND", help=words)
     add_common(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
 
 
@@ -186,7 +189,7 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
     from fp8bench.features.train.progress import on_terminal, outward
 
     try:
-        targets = arguments.store, arguments.live, arguments.log
+        targets = arguments.store, arguments.live, arguments.log, arguments.on_alarm
         with only_once(), on_terminal() as observer, outward(observer, *targets) as outer:
             yield outer
     except NotKept as error:

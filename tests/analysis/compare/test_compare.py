@@ -325,7 +325,7 @@ def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[s
         assert one.ratio is not None and one.ratio.point == pytest.approx(8, rel=0.02)
     assert of(compared, "peak_memory").direction is Direction.SAME
     text = " ".join(layout.render(page_of(compared), 120).split())
-    assert f"{next(iter(facts))} was" in text and "times differ, which is no regression: B takes 1.0" in text
+    assert f"{next(iter(facts))} was" in text and "times differ, which is not a regression: B takes 1.0" in text
     assert "x to 8.0" in text and " worse" not in text.partition("verdict:")[0]
 
 

@@ -39,7 +39,7 @@ _MOST_SKIPPED = 20
 
 
 class CastState(NamedTuple):
-    """What a step passes to the next, apart from weights and moments: scales of casts, and statistics of the model."""
+    """State that a step passes to the next, without weights and moments: scales of casts, statistics of the model."""
 
     arithmetics: dict[str, dict[str, Tensor]]
     statistics: dict[str, Tensor]
@@ -116,8 +116,8 @@ class Trainer:
     def end_step(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Adapts the loss scale. After a step that was not finite, finds its first faulty tensor with `find` and does
-        what --on-nan says."""
+        """Adapts the loss scale. After a step that was not finite, finds its first faulty tensor with `find`, and does
+        as --on-nan asks."""
         self.loss_scale.see(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._handle_not_finite(row, casts, find)
@@ -159,7 +159,7 @@ class Trainer:
     def _handle_not_finite(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Halves the loss scale, or finds the first faulty tensor and does what --on-nan says."""
+        """Halves the loss scale, or finds the first faulty tensor and does as --on-nan asks."""
         # A dynamic loss scale that was halved explains the overflow.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
             self.recall_casts(CastState({}, casts.statistics))
@@ -238,7 +238,7 @@ class Trainer:
 
     def recall(self, memory: State) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
-        # What casts remember belongs to their precision, as does the loss scale; older checkpoints have one precision.
+        # The memory of casts belongs to their precision, as does the loss scale; older checkpoints have one precision.
         same = memory.get("precision", self.arm.precision) == self.arm.precision
         if not same:
             memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}

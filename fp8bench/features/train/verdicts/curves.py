@@ -153,7 +153,7 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
     """Returns the gap of the loss as if the training had ended after each of these numbers of steps, from the means
-    over the last third of them. Steps without a finite loss in both count in neither. NaN if there is no share."""
+    over the last third of them. Steps without a finite loss in both arms are left out. NaN without a share."""
     pairs = list(zip(reference.losses, arm.losses, strict=False))
     gaps = []
     for end in ends:
@@ -163,7 +163,7 @@ def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
 
 
 def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
-    """Returns the gap of (reference, arm) losses that are finite in both. None if there is no share."""
+    """Returns the gap of (reference, arm) losses that are finite in both. None without a share."""
     # Otherwise a step that one arm skipped would count only for the other.
     both = [pair for pair in losses if math.isfinite(sum(pair))]
     old, new = map(sum, zip(*both, strict=True)) if both else (0.0, 0.0)

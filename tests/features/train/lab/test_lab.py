@@ -165,7 +165,7 @@ def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
     ("arm", "name", "factor", "layer", "tensor"),
     [
         ("fp16", "blocks.0.mlp.up.weight", 7e4, "blocks.0.mlp.up", "output"),
-        ("fp16", "blocks.0.mlp.down.weight", 1e7, "blocks.0.mlp.down", "weight as it was rounded"),
+        ("fp16", "blocks.0.mlp.down.weight", 1e7, "blocks.0.mlp.down", "weight after rounding"),
         ("bf16", "head.weight", float("nan"), "head.weight", "parameter"),
         ("fp16", "blocks.0.norm_mlp.weight", 1e5, "blocks.0.norm_mlp", "output"),
     ],

@@ -276,7 +276,7 @@ def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     learned = verdicts_of(training(), lines({"fp8": around(0.02)}))
     assert words.effect(learned).startswith("a gap of 0.") and "another size" in words.effect(learned)
     few = verdicts_of(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
-    assert words.effect(few).startswith("with fewer than five seeds it is unknown")
+    assert words.effect(few).startswith("fewer than 5 seeds count (2), so that it is unknown")
 
 
 @for_each(("first", "whole"), [(0, True), (1, True), (2, False)])
