@@ -92,16 +92,16 @@ def _case(index: int) -> tuple[Field, ...]:
 
 def bars() -> Bars:
     """Two groups, one case in doubt."""
-    groups = tuple(
-        (f"transformer width={width}", tuple(_bar(dtype, width, place) for place, dtype in enumerate(_DTYPES[1:])))
-        for width in (256, 1024)
-    )
+    groups = []
+    for width in (256, 1024):
+        marks = tuple(_bar(dtype, width, place) for place, dtype in enumerate(_DTYPES[1:]))
+        groups.append((f"transformer width={width}", marks))
     return Bars(
         "speed-up",
         "Speed-up over bf16",
         "fp8 is the fastest everywhere, by 1.9x at width 1024.",
         ChartAxis("speed-up over bf16", "x"),
-        groups,
+        tuple(groups),
     )
 
 
@@ -140,7 +140,7 @@ def charts() -> tuple[AnyChart, ...]:
 
 
 def whole_page(num_rows: int = 60) -> Page:
-    """Every element, as a report would use them."""
+    """Every element as a report uses it."""
     columns = (Column("case"), Column("gemm", number=True), Column("cast", number=True))
     dominated = Field("60.0%", 0.6, Tone.STRONG)
     shares = ((Field("bf16"), Field("50.0%", 0.5), Field("-")), (Field("fp8"), Field("20.0%", 0.2), dominated))
@@ -171,7 +171,7 @@ def whole_page(num_rows: int = 60) -> Page:
 
 
 def hostile_page() -> Page:
-    """Names that are markup, 300 characters long, right to left or full of signs, wherever a name can stand."""
+    """Names that are markup, 300 characters long, right to left or full of punctuation, wherever a name can be."""
     return Page(SCRIPT + LONG, LONG, tuple(_hostile_part(name) for name in NUISANCES), (SCRIPT,), ((LONG, SCRIPT),))
 
 

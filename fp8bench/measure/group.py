@@ -33,14 +33,14 @@ from fp8bench.registry import precisions, workloads
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a group is measured: when to stop, how long a request may take, and which passes run beside the timing.
+    """How a group is measured: when to stop, how long a request may take, and which untimed passes run.
 
     `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the wait.
     `lost` maps a device that no longer answers to the reason, and is shared by all groups. `tapes` and `shares` run in
-    a worker that times nothing, unless `tapes_apart` is false. `looks_again` checks steps once more after they were
-    timed, and measures whether their memory grows. A `brisk` group takes about 10 s on a GPU: what needs a profiler
-    is asked of the worker that times nothing, so that no worker has to start again, and `errors` of the run's cases
-    so far are not measured twice.
+    a worker that times nothing, unless `tapes_apart` is false. `looks_again` checks steps again after they were timed,
+    and measures whether their memory grows. A `brisk` group takes about 10 s on a GPU: what needs a profiler is asked
+    of the worker that times nothing, so that no worker has to start again, and `errors` of the run's cases so far are
+    not measured twice.
     """
 
     rule: StoppingRule
@@ -279,7 +279,7 @@ class GroupMeasurement:
             reference, control = leader.timing(), session.control.timing() if session.control else None
             if self._outcome_of(leader).draft.timing is None:
                 self._outcome_of(leader).note(**leader.record_fields(), control=control, stopped=stopped)
-            else:  # a session of its own: its reference samples belong to this comparison
+            else:  # a separate session: its reference samples belong to this comparison
                 pairing = {"paired_with": reference, "control": control}
         for arm in session.candidates:
             self._outcome_of(arm).note(**arm.record_fields(), stopped=stopped, paired=leader is not None, **pairing)
@@ -290,7 +290,7 @@ class GroupMeasurement:
         self._replay(session)
 
     def _check_work(self, session: RoundSession) -> None:
-        """Checks whether timed steps do the work that others do; an emulated case's time is no speed anyway."""
+        """Checks whether timed steps do the work that others do; the time of an emulated case is not a speed."""
         for arm in session.arms if self._method.tapes and self._method.looks_again else ():
             if arm is not session.control and not arm.is_emulated:
                 with guarding(arm):
@@ -305,7 +305,8 @@ class GroupMeasurement:
             self._outcome_of(arm).note(replays=replays[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
-        """Runs the reference until its device has settled. An emulated one is not warmed up: its time is no speed."""
+        """Runs the reference until its device has settled. An emulated reference is not warmed up, because its time is
+        not a speed."""
         if first.is_emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)

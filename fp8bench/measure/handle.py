@@ -1,8 +1,6 @@
-"""The parent's side of a worker: typed requests, time limits, and errors for a worker that is gone.
-
-ProcessWorker runs the bench in a process of its own; LocalWorker runs it in this one (notebooks, --no-isolation), where
-a crash cannot be survived and a hang cannot be ended.
-"""
+"""The parent's side of a worker: typed requests, time limits, and errors for a worker that has ended. ProcessWorker
+runs the bench in a separate process; LocalWorker runs it in this one (notebooks, --no-isolation), where a crash cannot
+be survived and a hang cannot be ended."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ class LocalWorker(Worker):
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._bench is None:
-            self._bench = self._opened(self._settings)  # what refuses this process is no fault of a worker's
+            self._bench = self._opened(self._settings)  # a refusal by this process is not a worker's fault
         try:
             return getattr(self._bench, name)(*arguments)
         except KeyboardInterrupt:
@@ -194,7 +192,7 @@ class ProcessWorker(Worker):
                 ) from None
 
     def release(self, key: str) -> tuple[str, ...]:
-        # A worker that is gone holds nothing, and need not be started to say so.
+        # A worker that has ended holds nothing, and need not be started to answer this.
         return super().release(key) if self._process is not None else ()
 
     def close(self) -> None:
@@ -216,15 +214,15 @@ class ProcessWorker(Worker):
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        for name in LOWERING:  # with one set, a precision is not what its name says
+        for name in LOWERING:  # with one of them set, a precision is not what its name promises
             environment.pop(name, None)
-        # Its pool of compiling processes and threads would go on running beside what is timed.
+        # Its pool of compiling processes and threads would keep running during timing.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
-        # The number tells a late answer from the one that is waited for.
+        # The number distinguishes a late answer from the expected one.
         self._number += 1
         try:
             process.send((self._number, name, arguments))
@@ -272,7 +270,7 @@ _SECONDS = 60.0
 
 
 class CountingWorker(ProcessWorker):
-    """A worker under the allocator probe; `why` says why there is no probe."""
+    """A worker under the allocator probe; `why` is the reason if the probe is missing."""
 
     def __init__(self, settings: Settings, probe: Path | None, reason: str = "") -> None:
         super().__init__(settings)
@@ -321,8 +319,8 @@ def built(folder: Path, system: str = sys.platform) -> Path | str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} made no probe of the allocator: {error}"
-    # The compiler's first error says most; the rest usually follows from it.
+    # The compiler's first error is the most useful; the rest usually follows from it.
     if done.returncode:
-        words = next((line for line in done.stderr.splitlines() if "error" in line), "it does not say why")
+        words = next((line for line in done.stderr.splitlines() if "error" in line), "it gave no reason")
         return f"{compiler} made no probe of the allocator: {words[:200]}"
     return probe

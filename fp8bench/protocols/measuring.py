@@ -100,6 +100,10 @@ class Device(ABC):
         """Keeps the device busy for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as
         the device can. Does nothing where work is not enqueued."""
 
+    def why_idle(self, index: int) -> str:
+        """Returns why `occupy` has let the device idle instead of work, '' where it has not."""
+        return ""
+
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         """Returns a function that repeats a step's device work in one launch on the current stream.
 

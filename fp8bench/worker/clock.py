@@ -230,7 +230,7 @@ def calibrate(device: Device, index: int) -> Overheads:
         stamps = [now() for _ in range(_QUEUED)]
         intervals = sorted(stamper.intervals_ns(stamps))
         pair = intervals[len(intervals) // 2] * 1e-9
-    return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair)
+    return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair, device.why_idle(index))
 
 
 def _best(prepare: Callable[[], None], body: Callable[[], None]) -> float:

@@ -52,7 +52,7 @@ RUNS = {
 
 
 def measured_by_hand(monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, times: float = 1.0) -> list[Rate]:
-    """Has the rates come to FOUND's in five runs, `times` as fast; returns the pieces that were asked for."""
+    """Makes five runs reach FOUND's rates, `times` as fast; returns the requested pieces."""
     pieces: list[Rate] = []
 
     def one_more(self: Bench, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
@@ -131,7 +131,7 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
     for limit in set(Limit) - {Limit.LOAD}:
         details = [record.detail for record in records if record.case.param("limit") == limit.value]
-        assert re.search("over [2-5] runs", details[0]), details  # large arrays take long to make, and have fewer
+        assert re.search("over [2-5] runs", details[0]), details  # large arrays take long to create and are fewer
 
 
 @for_each(

@@ -241,8 +241,8 @@ def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
     assert worker.log[-2:] == [("trace", mode, f"/traces/{file}") for mode, file in files.items()]
     assert {mode: record.trace for mode, record in records.items()} == {**files, "fp16": "", "tf32": ""}
     assert worker.restarts == 1
-    # No GPU is timed in a process that has traced it: its profiler stays, and each launch would cost more.
-    for traces, restarts in ((None, 1), (TRACES, 2)):  # what steps do is looked at under the profiler, too
+    # A process that has traced a GPU never times it again: its profiler stays and slows each launch.
+    for traces, restarts in ((None, 1), (TRACES, 2)):  # step effects are also checked under the profiler
         _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=GPU)
         assert worker.restarts == restarts
         assert len([entry for entry in worker.log if entry[0] == "trace"]) == (2 if traces else 0)
@@ -257,7 +257,7 @@ def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
     for mode in ("fp32", "fp16"):
         timing = records[mode].timing
         assert timing is not None and [slot.round for slot in timing.slots] == list(range(10))
-    assert worker.restarts == 1  # after an error on a GPU nothing in that process works any more
+    assert worker.restarts == 1  # after a GPU error nothing in that process works
     assert ("error", "bf16") not in worker.log
 
 
@@ -280,9 +280,9 @@ def of_gpu(worker: FakeWorker, method: Method, *modes: str) -> dict[str, Record]
 @for_each(
     ("struck", "unanswered"),
     [
-        # An assert in a kernel breaks the context of its process, and no other.
+        # A failed assertion in a kernel breaks only the context of its process.
         (WorkerFault("AcceleratorError", "CUDA error: device-side assert triggered"), None),
-        # Memory that another has taken may be back for the next case.
+        # Memory used by another process may be free for the next case.
         (WorkerLost("it was ended by SIGSEGV"), WorkerFault("AcceleratorError", "out of memory", out_of_memory=True)),
     ],
 )
@@ -334,7 +334,7 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
 
 
 def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without_one() -> None:
-    """Not with the control of another session, whose rounds have the same numbers and nothing else in common."""
+    """It is not compared with another session's control, whose rounds have equal numbers but different conditions."""
     scripts = {
         "fp32": Script(memory=10),
         "fp32'": lasting(20, memory=10),
@@ -454,7 +454,6 @@ def test_the_observer_hears_of_every_stage() -> None:
 
 
 def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_ends_the_worker_fails() -> None:
-    """Emulated cases and torch's own dtypes are not tried."""
     scripts = {"fp8": Script(wrong_product="fp8: its forward product is wrong")}
     records, worker = measure(scripts, planned("bf16"), planned("fp8"), planned("mxfp8", EMULATED))
     refused = records["fp8"]

@@ -20,11 +20,11 @@ from tests.counts import for_each
         (b"x" * 3000 + b"\n\xff cut", ": \ufffd cut"),
     ],
 )
-def test_the_telling_line_of_a_log(log: bytes, words: str) -> None:
+def test_the_last_error_of_a_log_is_quoted(log: bytes, words: str) -> None:
     assert last_words(io.BytesIO(log)) == words
 
 
-def test_an_exit_status_in_words() -> None:
+def test_exit_statuses_have_words() -> None:
     assert describe_exit(0) == "exited with status 0"
     assert describe_exit(-11) == "was ended by SIGSEGV"
     assert describe_exit(-64) in ("was ended by SIGRTMAX", "was ended by signal 64")

@@ -45,7 +45,7 @@ EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
         ("warm_up_seconds", {"budgeted": True}, {WARM_UP: "off"}, 0.0),
     ],
 )
-def test_all_is_done_unless_somebody_asked_for_less(
+def test_every_extra_runs_unless_switched_off(
     switch: str, asked: dict[str, bool], environ: dict[str, str], answer: Any
 ) -> None:
     assert getattr(switches_of(environ, **asked), switch) == answer
@@ -60,6 +60,6 @@ def test_all_is_done_unless_somebody_asked_for_less(
         (WARM_UP, "off", "no"),
     ],
 )
-def test_other_words_are_refused_with_those_that_there_are(variable: str, usual: str, word: str) -> None:
+def test_unknown_values_are_refused_with_the_valid_ones(variable: str, usual: str, word: str) -> None:
     with pytest.raises(UsageError, match=rf"{variable} is '{word}'\. Set it to {usual}"):
         switches_of({variable: word}, tape=True)

@@ -1,4 +1,4 @@
-"""What may be read as a fact, what only perhaps, and what has no speed at all."""
+"""Which figures are facts, which are uncertain, and which cases have no speed."""
 
 from __future__ import annotations
 

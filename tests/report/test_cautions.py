@@ -1,4 +1,4 @@
-"""What a run says of its own verdicts: of which sitting they are, and how many are wrong by chance."""
+"""A run's warnings about its verdicts: the sitting, and the number of wrong ones expected by chance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def timed(microseconds: float, draw: np.random.Generator) -> Timing:
 
 
 def settings(count: int, speed: float = 2.0) -> Run:
-    """So many groups, each with a case that is so many times as fast as its reference."""
+    """Groups, each with a case of this speed-up."""
     draw, records = np.random.default_rng(0), []
     for number in range(count):
         lead, other = (case("gemm", mode, {"m": number}) for mode in ("fp32", "bf16"))
@@ -73,7 +73,7 @@ def test_several_cases_say_how_many_verdicts_to_expect_by_chance(count: int, exp
 
 @counts(4, 100)
 def test_families_without_a_difference_have_no_more_false_verdicts_than_is_said(count: int) -> None:
-    """50 cases a suite: up to half a false word a suite is what a page says."""
+    """50 cases per suite: the page promises at most half a false verdict per suite."""
     draw, false = np.random.default_rng(7), 0
     for _ in range(50 * count):
         concluded = conclude(*(timed(1000, draw) for _ in range(3)))

@@ -88,9 +88,9 @@ def described(chart: AnyChart) -> str:
 
 @KINDS
 def test_drawings(kind: str) -> None:
-    """After a wanted change write tests/golden/charts anew, and look at it in a browser.
+    """After a deliberate change rewrite tests/golden/charts and look at it in a browser.
 
-    The sheet names itself, loads nothing, uses only classes of charts.css, and has marks that the keyboard reaches.
+    The sheet names itself, loads nothing, uses only classes of charts.css, and has marks reachable by keyboard.
     """
     chart, drawn = CHARTS[kind], draw(CHARTS[kind])
     assert drawn + "\n" == (GOLDEN / f"{kind}.svg").read_text()
@@ -167,7 +167,7 @@ ANY = {
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
-    """Wild texts and numbers give sound XML, numbers that are numbers, and texts as they came."""
+    """Arbitrary texts and numbers give valid XML, finite coordinates, and unchanged texts."""
     drawn = draw(data.draw(ANY[kind]))
     for element in parsed(drawn).iter():
         assert element.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
@@ -193,7 +193,7 @@ def test_what_is_not_drawn_is_counted() -> None:
 
 
 def drawing(chart: AnyChart) -> list[str]:
-    """The first sheet's description, and what it draws: texts, classes with hints, and rounded corners."""
+    """The first sheet's description, and its drawing: texts, classes with hints, and rounded corners."""
     sheet = parsed(draw(chart))
     shapes = [element for element in sheet.iter() if element.tag in ("path", "use", "text") and element.get("class")]
     return [f"role {sheet.get('role')}: {described(chart)}".strip()] + [
@@ -244,7 +244,7 @@ def spans(drawn: str, style: str) -> list[tuple[float, float]]:
 
 
 def test_each_sample_has_a_stroke_at_its_place() -> None:
-    """1x and 2x are the ends of the first bar; what is no number has none."""
+    """1x and 2x are the ends of the first bar; non-finite samples have none."""
     drawn = draw(bars(Mark("a", 2.0), Mark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
     (start, end), *_ = spans(drawn, "bar plain")
     assert spans(drawn, "samples plain") == [(pytest.approx(start, abs=0.02), pytest.approx(end, abs=0.02))]

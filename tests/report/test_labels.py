@@ -26,7 +26,7 @@ CAPPED = (Verdict.FASTER, 0.5, Label.POWER_CAPPED)
 def labelled(
     verdict: Verdict, *labels: Label, reasons: tuple[tuple[Label, str], ...], **changes: object
 ) -> tuple[Run, dict[str, Finding]]:
-    """One group, where bf16 has these labels and is twice as fast as fp32."""
+    """A group with these labels on bf16, which is twice as fast as fp32."""
     run, findings = judged((verdict, 0.5, *labels))
     case = run.records[1].case.id
     findings[case] = replace(findings[case], label_reasons=reasons, **changes)  # type: ignore[arg-type]

@@ -102,11 +102,11 @@ def test_convolutions_have_the_flops_of_their_loops_in_each_direction(groups: in
     tape = tape_of(lambda: layer(x).sum().backward())
     assert [(one.flops, one.backward) for one in tape.operators if one.flops] == [(once, False), (2 * once, True)]
     first = tape_of(lambda: layer(x.detach()).sum().backward())
-    assert only(first, "convolution_backward").flops == once  # nobody asks for the gradient of a picture
+    assert only(first, "convolution_backward").flops == once  # a picture needs no gradient
 
 
 def seen(queries: int, keys: int, causal: bool) -> float:
-    """Counts the pairs that queries look at; of a causal square's diagonal half, by convention."""
+    """Counts the pairs that queries look at; by convention half of a causal square's diagonal."""
     pairs = product(range(queries), range(keys))
     return sum(1 if not causal or j < i else 0.5 if j == i else 0 for i, j in pairs)
 
@@ -218,7 +218,7 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
         (aten._linalg_svd.default, Where(), (ShareKind.UNKNOWN, "_linalg_svd")),
     ],
 )
-def test_rules(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
+def test_each_operator_has_a_kind(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
     assert kind_of(operator, where) == kind
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
@@ -132,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _ceilings(request, arguments)
     check_names(request)
     if request.trace in PROFILERS:
-        return _run_under(request.trace, arguments.dry_run)
+        return _run_under(request.trace, arguments)
     # 3. A dry run plans without measuring.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
@@ -170,18 +171,29 @@ _PROFILER_WORDS = {
 }
 
 
-def _run_under(profiler: str, prints_only: bool) -> int:
-    """Runs this command again under a profiler, or prints how; its run goes to another store, as its times are
-    distorted."""
-    words = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
-    own = [word for word in sys.argv[1:] if word != "--dry-run"]
-    words += [sys.executable, "-m", "fp8bench", *own, "--trace", NVTX, "--store", f"fp8bench-{profiler}"]
-    if prints_only:
-        say(shlex.join(words))
+def _run_under(profiler: str, arguments: argparse.Namespace) -> int:
+    """Runs this command again under a profiler, or prints the command for that.
+
+    Times under a profiler are distorted, so the run is stored in a separate folder unless --store names one.
+    """
+    command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
+    words = [word for word in arguments.words if word != "--dry-run"]
+    # The last --trace and --store of a command count.
+    words += ["--trace", NVTX]
+    if arguments.store == Path(DEFAULT_STORE):
+        words += ["--store", f"fp8bench-{profiler}"]
+    command += [sys.executable, "-m", "fp8bench", *words]
+    if arguments.dry_run:
+        say(shlex.join(command))
         return EXIT_OK
     if shutil.which(profiler) is None:
-        raise UsageError(f"{profiler} is not installed here. Install it, or run this where it is: {shlex.join(words)}")
-    return subprocess.call(words)
+        raise UsageError(
+            f"--trace {profiler}: {profiler} is not installed here. Install it, run this where it is installed, or "
+            f"print the command with --dry-run: {shlex.join(command)}"
+        )
+    folder = f"fp8bench-{profiler}" if arguments.store == Path(DEFAULT_STORE) else arguments.store
+    complain(f"the run is stored in {folder}; its times are distorted by {profiler}, so compare it with no other run")
+    return subprocess.call(command)
 
 
 def measure_and_tell(

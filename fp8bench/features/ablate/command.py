@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
-    words = "a suite, a .py file with a suite of your own, or MODULE:FUNCTION of a model, as profile takes it"
+    words = "a suite, a .py file with your suite, or MODULE:FUNCTION of a model, as profile takes it"
     add("target", metavar="SUITE", help=words)
     named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     add(

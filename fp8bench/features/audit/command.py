@@ -175,13 +175,13 @@ def audit(
 
 
 def _absolute(target: str) -> str:
-    """Makes a path absolute: the worker has another working directory."""
+    """Makes a path absolute: the worker runs in a different working directory."""
     place, _, name = target.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
 
 
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Returns current ceilings, measured now if there are none; None if measuring is not allowed, or fails."""
+    """Returns current ceilings, measured now if necessary; None if measuring is not allowed, or fails."""
     measured = partial(measure_ceilings, worker, facts)
     may_measure = switches_of(os.environ).ceilings
     try:

@@ -25,13 +25,13 @@ from fp8bench.report.elements import Items, Page, Part, Text, Tone
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
-    "order: every element is what the same products give when they are summed in another order; it conforms",
+    "order: every element is the sum of the same products in a different order; it conforms",
     "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; it conforms",
     "short-sums: the same where nobody knows this GPU's units: no further off than sums of 14 bits; it conforms",
     "rounding: each is a neighbour of the exact result, but not always the nearest one",
     "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
-    "layout: rows, columns or a whole operand stand in another place; scale: a factor that should not be there",
-    "accumulation: sums as if kept in fewer bits than the recipe says (its option accumulator)",
+    "layout: rows, columns or a whole operand are misplaced; scale: a factor that should not be there",
+    "accumulation: sums as if kept in fewer bits than the recipe's option accumulator",
     "unexplained: none of these explains all elements that differ",
     "at most: the largest distance, in numbers of the result's dtype; in casts, of their format",
 )
@@ -114,7 +114,9 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everythi
         parts.append(Part("emulated", "", (Text(words),)))
     # By default only what does not conform is shown: another summation order is not a fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _WRONG
-    shown = [case for mode in conformities for case in mode.found if case.difference in listed_kinds]
+    shown: list[Conformity] = []
+    for mode in conformities:
+        shown += [case for case in mode.found if case.difference in listed_kinds]
     if shown:
         caption = "what is not the same bit by bit"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))

@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("door", metavar="suite", choices=("suite",), help="the word suite, and then its name")
     parser.add_argument(
-        "suite", metavar="NAME", help="a suite, several with commas, all, or a .py file with suites of your own"
+        "suite", metavar="NAME", help="a suite, several with commas, all, or a .py file with your suites"
     )
     add = parser.add_argument_group("the sides").add_argument
     add(

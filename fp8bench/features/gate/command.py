@@ -63,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     judged.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
     judged.add_argument(
-        "--against", metavar="REV", help="duel this tree with that commit instead; --config says what is measured"
+        "--against", metavar="REV", help="duel this tree with that commit instead; --config selects the cases"
     )
     judged.add_argument(
         "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as of suite --config"

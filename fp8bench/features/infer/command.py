@@ -28,7 +28,7 @@ FIRST_OPTIONS = "--size --from --arms --reference --batch --contexts --rollout -
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures decode steps over contexts and a prompt, arms interleaved with a reference, fits TPOT = a + b x "
-        "context, says from which context an arm pays, and compares its predictions token by token."
+        "context, finds the context from which an arm pays, and compares its predictions token by token."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 130 interrupted."
     add = parser.add_argument
@@ -63,8 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add(
         "--rollout",
         action="store_true",
-        help="also sample texts in each arm, and say how far the reference's log-probabilities of these tokens "
-        "are from it",
+        help="also sample texts in each arm, and compare its log-probabilities of these tokens with the reference's",
     )
     add(
         "--tokens",

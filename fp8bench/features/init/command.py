@@ -78,7 +78,7 @@ def _ask_for_source() -> str:
 
 
 def _install_problem(source: str, folder: Path) -> str:
-    """Returns why another machine may not be able to install the source; '' if there is no objection."""
+    """Returns why another machine may not be able to install the source; '' if it can."""
     if not source:
         return "this fp8bench is from a folder of this machine, and perhaps in no index"
     is_path = "/" in source and not types.is_address(source.removeprefix("git+"))

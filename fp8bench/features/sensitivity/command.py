@@ -114,9 +114,7 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
     # 1. Reject options that a user's model does not have.
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
-            raise UsageError(
-                f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
-            )
+            raise UsageError(f"--{option} goes with the transformer, and {target} is your model. Leave one out.")
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
     if arguments.by == By.FORMAT and arguments.dtype != FORMATS[0]:
         raise UsageError(
@@ -299,7 +297,9 @@ def _noise(study: Study) -> str:
 def rows_of(study: Study) -> Rows:
     baseline = (study.baseline,)
     parts = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
-    rows = [_row_of(study, part, trial) for part, trials in parts.items() for trial in trials]
+    rows: list[dict[str, object]] = []
+    for part, trials in parts.items():
+        rows += [_row_of(study, part, trial) for trial in trials]
     return tuple(rows[0]), rows
 
 

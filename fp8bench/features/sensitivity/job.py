@@ -89,7 +89,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
         try:
             studies.append(decode(Study, {**unseal(json.loads(read_file(path))), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
-            troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
+            troubles.append(f"{path} is not a study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles
 
 
@@ -97,7 +97,7 @@ def write_map(study: Study, path: Path) -> None:
     """Writes the suggested map as a file for --precision-map. Raises UsageError if none is suggested."""
     trial = study.suggestion
     if trial is None:
-        raise UsageError(f"no map is suggested, so {path} was not written. The tables above say why.")
+        raise UsageError(f"no map is suggested, so {path} was not written. The tables above show the reason.")
     head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
     precision_map = study.stated_map(trial) or tuple((name, study.low) for name in trial.low)
     with keeping(f"--write-map {path}", "Give another file."):
@@ -282,7 +282,7 @@ class StudyRuns:
         return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
 
     def _measure(self, trial: LayerTrial) -> LayerTrial:
-        """Returns the trial with the error of its first gradients, or with the reason why there is none."""
+        """Returns the trial with the error of its first gradients, or with the reason why it is missing."""
         try:
             error = self._bench.gradient_error(self._case(trial), self.reference, self.facts)
         except WorkerError as fault:
@@ -306,8 +306,10 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
     """Returns the groups to lower one at a time: (name, kind, names of layers)."""
     if by is By.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
-    kinds = dict.fromkeys(layer.kind for layer in layers)
-    return [(kind, kind, tuple(layer.name for layer in layers if layer.kind == kind)) for kind in kinds]
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.kind, []).append(layer.name)
+    return [(kind, kind, tuple(members)) for kind, members in names.items()]
 
 
 def _why_unsound(losses: Sequence[float], steps: int) -> str:

@@ -142,17 +142,24 @@ def _marks_cost(run: Run, key: str) -> str:
         return ""
     shares = []
     for record in run.records:
-        if record.timing is None or record.case.device != key:
-            continue
-        calls = list(map(sum, chain.from_iterable(slot.calls_ns for slot in record.timing.slots)))
-        if calls:
-            stamps = sum(count for _, count in record.timing.entries) - 1
-            shares.append((1e9 * overheads.stamp_cost * stamps / max(1, min(calls)), record.case.mode))
+        timing = record.timing
+        calls = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
+        if timing is not None and record.case.device == key and calls:
+            stamps = sum(count for _, count in timing.entries) - 1
+            share = 1e9 * overheads.stamp_cost * stamps / max(1, min(calls))
+            shares.append((share, record.case.mode, record.case.ranks))
     if not shares:
         return ""
-    share, mode = max(shares)
-    spaced = f", so that not every step of it is marked (above {MARKS_SHARE:.1%})" if share > MARKS_SHARE else ""
-    return f"at most {share:.2%} of a step ({mode}){spaced}"
+    share, mode, ranks = max(shares)
+    cost = f"at most {share:.2%} of a step ({mode})"
+    if share <= MARKS_SHARE:
+        return cost
+    if ranks > 1:
+        return f"{cost}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
+    return (
+        f"{cost}: more than {MARKS_SHARE:.1%}, so only one step in several is marked, and each step after it is "
+        "divided into phases in the same proportions"
+    )
 
 
 def _prefix(word: str, text: str) -> str:

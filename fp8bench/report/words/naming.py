@@ -121,7 +121,13 @@ def shorten_line(text: str, most: int) -> str:
 
 def notes_of(run: Run) -> list[str]:
     resumed = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
-    return [*run.plan.notes, *resumed, *run.notes]
+    idle = (
+        f"{device} idles before each slot, and its clock may rise meanwhile: steps may begin faster than in a long "
+        f"loop (products to fill its queue could not be captured: {overheads.why_idle})"
+        for device, overheads in run.overheads
+        if overheads.why_idle
+    )
+    return [*run.plan.notes, *resumed, *idle, *run.notes]
 
 
 def count_missing(run: Run) -> tuple[int, int]:

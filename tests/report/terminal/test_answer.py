@@ -91,7 +91,7 @@ LOSSES = (
 
 
 def two_precisions() -> tuple[Run, dict[str, Finding]]:
-    """fp16 in doubt, with all that can be said of it: a reason, a load, and something to do; fp8 emulated."""
+    """fp16 in doubt with all remarks: a reason, a load, and advice; fp8 emulated."""
     nano = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("weights", "cached"))
     run, findings = recased(transformer(), lambda case: replace(case, params=nano))
     fp16 = run.records[1].case.id
@@ -115,7 +115,7 @@ def test_two_precisions_take_fourteen_lines() -> None:
 
 
 def test_a_stranger_meets_no_label_no_axis_and_no_name_of_a_metric() -> None:
-    """With every label there is, and parameters that are as usual."""
+    """With every label that exists, and default parameters."""
     told = words(*two_precisions())
     assert not [label for label in Label if "-" in label and label.value in told]
     assert "_" not in told.partition("Do this")[0] and "=" not in told
@@ -146,7 +146,7 @@ def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -
 
 
 def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
-    """Throttling took the verdict away; contention is what a load is."""
+    """Throttling removed the verdict; contention is the same as load."""
     run, findings = two_precisions()
     fp16 = run.records[1].case.id
     for hard, shown in (((), False), ((Label.CONTENDED,), False), ((Label.THROTTLED,), True)):

@@ -1,4 +1,4 @@
-"""What several ranks took and sent, as tables, sentences and a picture, by values."""
+"""Times and traffic of several ranks, as tables, sentences and a picture, by values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made() -> Run:
 def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
     assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
     assert frontier([]) == ()
-    assert frontier([(12813.3, 28.5), (12805.3, 26.7)]) == (0,)  # a ring sends a scale less
+    assert frontier([(12813.3, 28.5), (12805.3, 26.7)]) == (0,)  # a ring sends one scale less
 
 
 @as_before

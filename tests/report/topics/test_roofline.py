@@ -1,4 +1,4 @@
-"""What phases wait for, what to do where nobody knows, and what devices did at most, measurement by measurement."""
+"""Which limit phases wait for, advice where it is unknown, and devices' best rates, measurement by measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step does, on the page: its counts by phase, and where its traces lie."""
+"""A step's operators on the page: counts by phase, and the paths of its traces."""
 
 from __future__ import annotations
 

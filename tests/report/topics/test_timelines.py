@@ -26,7 +26,7 @@ def timed(varying: bool = False) -> Timing:
 
 
 def timelines(*others: Record) -> list[Stacks]:
-    """The timelines of fp32 and some records beside it."""
+    """The timelines of fp32 and of some other records."""
     run = run_of([record(timed(), "fp32", is_reference=True, control=timed()), *others])
     return [chart for chart in of_kind(part("phases", (run, findings(run))), Stacks) if chart.pieces]
 

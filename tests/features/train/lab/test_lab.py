@@ -1,5 +1,4 @@
-"""What a lab answers for its arms, and steps that are not finite: where they first were, and what is done about
-them."""
+"""A lab's answers for its arms, and non-finite steps: where the first non-finite value was, and the chosen policy."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
-# Gradients of a loss that is multiplied by so much are beyond fp16.
+# With this loss scale gradients overflow fp16.
 OVERFLOWING = "4294967296"
 
 
@@ -230,7 +229,7 @@ def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytes
 
 
 def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
-    """The other arms are kept; after a restore this one has stopped."""
+    """The other arms are stored; after a restore this one has stopped."""
     task = task_of(corpus, "bf16", "fp8")
     lab = lab_of(task)
     spoil(lab, "fp8", "head.weight", float("inf"))
@@ -241,7 +240,7 @@ def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -
 
 
 def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
-    """That holds even where every tensor is looked at."""
+    """Even if every tensor is read."""
     lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
     for arm in ("fp8-delayed:history=4", "nvfp4"):
         trainer = lab._trainers[arm]
@@ -257,7 +256,7 @@ def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
 
 
 def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
-    """A delayed scale is reported as it was; a current one is 1 for a tensor with infinities."""
+    """A delayed scale is reported unchanged; a current one is 1 for a tensor with infinities."""
     x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
     lost[0, 0] = float("inf")
     for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):
