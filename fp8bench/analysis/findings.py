@@ -348,7 +348,7 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record, floor: float | 
         few = "1 round is" if rounds == 1 else f"{rounds} rounds are"
         return f"{few} too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
-        return "the mean over all calls does not confirm it; give it more time (--budget)"
+        return "the mean over all calls contradicts the fastest calls; give it more time (--budget)"
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
     if rounds < LEAST_ROUNDS:
