@@ -1,8 +1,8 @@
 """Findings of the cases of a group: times, phases, labels and a verdict.
 
 A hard label (a device that its hardware slowed down, a process with less than a fifth of a core, identical code that
-differs) takes the verdict away: the case is UNSURE and says why, and so is every case compared with a reference that
-has one. Its ratio stays visible. An emulated case never has a verdict on speed.
+differs) takes the verdict away: the case is UNSURE, with the reason, and so is every case compared with a reference
+that has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _make_standard(
 
 
 def _best_of_entries(reference: Record, whole: bool) -> float:
-    """Returns the geometric mean of the best cases of the reference's entries; 0 if there are none."""
+    """Returns the geometric mean of the best cases of the reference's entries; 0 without entries."""
     entries = [timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots]
     seconds = [verdicts.best_seconds(timing, whole) for timing in entries]
     logs = [math.log(best) for best in seconds if best > 0]
@@ -232,7 +232,7 @@ def _find_case(
 
 
 def _of_sitting(record: Record, timing: Timing, standard: _Standard) -> _Standard:
-    """Returns the reference and its control in the sitting of a case, never the control of another sitting."""
+    """Returns the reference and its control, both from the session of the case."""
     if record.paired_with is None:
         return standard
     hard = hard_labels(record.paired_with, None, None, record.case.device)

@@ -163,7 +163,7 @@ def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
     if command:
         # If options precede the command, an option's value is mistaken for the command.
         error = UnknownName("command", command[2][:80], commands_of(parser))
-        return f"{error} Options stand behind the command."
+        return f"{error} Options follow the command."
     lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
     words = "; ".join(_describe_lacking(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({words})' if words else ''}."
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence()  # the reader of our output has closed the pipe
         return EXIT_OK
-    # A user's script runs here, because its exits, signals and exceptions are its own.
+    # A user's script runs here, so that its exits, signals and exceptions pass through.
     return code if isinstance(code, int) else code()
 
 

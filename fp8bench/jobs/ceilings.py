@@ -207,7 +207,7 @@ def quote_lines(quotes: Sequence[Quote]) -> Iterator[str]:
         yield from _lines_of(quote)
     devices = chain.from_iterable(quote.devices for quote in quotes)
     if any(device.published for device in devices):
-        yield "  published alone: fp8bench runs on no such device, and nothing of it was measured"
+        yield "  only published: fp8bench does not run on such a device, and has measured none"
 
 
 def is_wrong(quote: Quote) -> bool:
@@ -233,7 +233,7 @@ def _lines_of(quote: Quote) -> Iterator[str]:
 
 
 def _confusions(quote: Quote) -> Iterator[str]:
-    """Yields other meanings of the number: with sparsity, in another dtype, or of another device."""
+    """Yields alternative meanings of the number: with sparsity, or the figure of a different dtype or device."""
     for device in quote.devices:
         if quote.is_(quote.of(device, sparse=True)):
             yield f"that is what {device.name} does of operands with 2:4 structure, half of which are zeros"

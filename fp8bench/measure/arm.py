@@ -177,7 +177,8 @@ class MeasuredArm:
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
         first = worker.within(limit).slot(self.key, 1, 0, None)
         raw = first
-        if first.steps[0].seconds < LONG_SECONDS:
+        # An emulated step's time is only shown.
+        if first.steps[0].seconds < LONG_SECONDS and not self.is_emulated:
             limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
             filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
             raw = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)

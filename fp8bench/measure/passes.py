@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.measure.handle import AskedBench, Worker
+from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
@@ -40,6 +40,9 @@ from fp8bench.model.specs import spec_of
 from fp8bench.protocols import CannotMark, Observer
 from fp8bench.protocols.axes import CACHE
 from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    from fp8bench.measure.handle import AskedBench
 
 OUT_OF_MEMORY = "out of memory, even alone"
 
@@ -87,6 +90,11 @@ class CaseOutcome:
 
     def add_detail(self, reason: str) -> None:
         self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
+
+    def take_memory(self, other: CaseOutcome) -> None:
+        """Adds what another worker has measured of the same case's memory, or why it could not."""
+        self.note(memory=other.draft.memory, measurements=(*self.draft.measurements, *other.draft.measurements))
+        self.add_detail(other.draft.detail)
 
 
 def ran_out_of_memory(cause: WorkerError) -> bool:

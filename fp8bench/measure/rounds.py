@@ -253,11 +253,16 @@ class ReplayPass:
                     return {key: Replays(why=why or ended) for key, why in whys.items()}
         # A replay that computes something else must not be reported as fast.
         checked = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in able}
-        # A graph with marks is captured separately; if it fails, the figure without marks stays.
+        # Marks need a second capture, whose failure costs phases alone.
+        failed = len(able) < len(arms)
         for arm in able:
             if checked[arm.key].timing is not None:
-                checked[arm.key] = replace(checked[arm.key], phases=self._phases(arm, worker))
-        if len(able) < len(arms):
+                try:
+                    checked[arm.key] = replace(checked[arm.key], phases=self._phases(arm, worker))
+                except WorkerError:
+                    failed = True
+                    break
+        if failed:
             worker.restart()  # nobody knows what a capture that failed leaves in a process
         return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
 
@@ -276,12 +281,9 @@ class ReplayPass:
 
     def _phases(self, arm: MeasuredArm, worker: Worker) -> tuple[tuple[str, float], ...]:
         """Returns the seconds by phase of a replay with marks; () where a device has none, or states rotate."""
-        if arm.cache == ROTATING:
-            return ()
-        try:
+        step = None
+        if arm.cache != ROTATING:
             step = worker.within(arm.limits.first(arm.planned.work)).replay_phases(arm.key)
-        except WorkerError:
-            return ()
         if step is None:
             return ()
         totals = zip(CELL_PHASES, by_phase_totals(step.codes, step.intervals_ns), strict=True)

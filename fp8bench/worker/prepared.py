@@ -60,7 +60,7 @@ def begins_alone() -> None:
 
 
 def asks_nobody(here: bool) -> bool:
-    """Returns this process's answer: there are no other ranks to ask."""
+    """Returns this process's answer, the only one without ranks."""
     return here
 
 
@@ -129,7 +129,7 @@ class Prepared:
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
     is_so_anywhere: Callable[[bool], bool] = asks_nobody
-    # By slot: the least seconds that are neither in the stamps of steps nor the clock's work.
+    # The least unexplained seconds of each slot, which are neither in the stamps of steps nor the clock's work.
     _missing: list[float] = field(default_factory=list)
     # Values of the switches before the first slot, which every slot must preserve: nothing else runs in between.
     _switches: Sequence[Any] | None = None
@@ -165,8 +165,10 @@ class Prepared:
 
     @property
     def _clocks(self) -> dict[str, Callable[[], float]]:
-        own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
-        return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
+        clocks: dict[str, Callable[[], float]] = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
+        if self.device.kind == "cpu":
+            clocks["the clock of phases"] = self.clock.now
+        return clocks
 
     def capture(self) -> str:
         """Captures a step of each state, so that `replay` does all in one launch; returns why that is impossible, or
@@ -224,16 +226,14 @@ class Prepared:
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         return self._slot(self.workload.step, calls, discard, filling)
 
-    def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+    def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
         replay, states = self.replay, len(self.states)
         raw = self._slot(lambda state, phase: replay(), max(1, round(calls / states)), discard, filling)
         if states == 1:
             return raw
         # The steps of one replay follow each other without a stamp: each counts as their mean.
-        steps = tuple(
-            replace(step, intervals_ns=tuple(round(one / states) for one in step.intervals_ns)) for step in raw.steps
-        )
+        steps = tuple(_divide_step(step, states) for step in raw.steps)
         return replace(raw, steps=steps, host_seconds=raw.host_seconds / states)
 
     def _slot(
@@ -433,8 +433,13 @@ class Prepared:
 
 _STAMPS_MOVED = (
     "its steps take another time than the phase clock has counted: a step changes the clock's stamps, or leaves work "
-    "on a stream of its own. Mark phases by `with phase.gemm:` and its like alone, wait for streams, and measure again."
+    "on a stream that it opens. Mark phases only by `with phase.gemm:` and the like, wait for streams, and measure "
+    "again."
 )
+
+
+def _divide_step(step: RawStep, count: int) -> RawStep:
+    return replace(step, intervals_ns=tuple(round(interval / count) for interval in step.intervals_ns))
 
 
 def _missing_seconds(call_seconds: float, step: RawStep) -> float:

@@ -147,8 +147,8 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("H200 SXM memory 141", True, ("141 GB",)),
         ("H200 SXM link 900", False, ("450 GB/s",)),
         ("A100 SXM 80 GB watts 400", True, ("400 W",)),
-        ("TPU v5p bf16 459", True, ("published alone", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
-        ("Gaudi3 bf16", True, ("1835 TFLOP/s", "unverified", "fp8bench runs on no such device")),
+        ("TPU v5p bf16 459", True, ("only published", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
+        ("Gaudi3 bf16", True, ("1835 TFLOP/s", "unverified", "fp8bench does not run on such a device")),
     ],
 )
 def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     selected = [table for table in _OF_RUNS if getattr(arguments, table.name)]
-    # 1. A word may name a run or a result of another kind.
+    # 1. A word may name a run or any other stored result.
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
         # 2. A run, as its page or as the one table that was asked for.

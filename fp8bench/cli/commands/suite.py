@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -17,11 +18,12 @@ from typing import cast
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
-from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
+from fp8bench.measure.handle import workers_ahead
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
@@ -30,6 +32,7 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
+from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
@@ -153,11 +156,12 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure, once or in several sessions.
-    from fp8bench.pipeline import execute
-
+    # 4. Measure, once or in several sessions. Workers import torch while this process imports the rest.
     if arguments.sessions.runs == 1:
-        return measure_and_tell(request, arguments, execute)
+        with workers_ahead(request, switches_of(os.environ).second) as begun:
+            from fp8bench.pipeline import execute
+
+            return measure_and_tell(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
     from fp8bench.jobs.several_runs import execute_sessions
 
     several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
@@ -256,12 +260,12 @@ def _energy_time(plan: Plan, request: Request) -> str:
 
 
 def _cell(arguments: argparse.Namespace) -> int:
-    """Measures one cell of a plan; the plan says what to measure."""
+    """Measures one cell of a plan, which holds the request."""
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # Only the plan says what to measure: any other option would be ignored.
+    # The plan holds the request: any other option would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
@@ -273,7 +277,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Resumes a run; its file says what to measure."""
+    """Resumes a run, whose file holds the request."""
     from fp8bench.pipeline import resume
 
     check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])

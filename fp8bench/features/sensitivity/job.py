@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
@@ -28,7 +28,7 @@ from fp8bench.features.sensitivity.study import (
 from fp8bench.files import compact, keeping, read_file, seal, unseal, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import AskedBench, Worker, claim_process
+from fp8bench.measure.handle import Worker, claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
@@ -41,6 +41,9 @@ from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.model import MADE
+
+if TYPE_CHECKING:
+    from fp8bench.measure.handle import AskedBench
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def render(page: Page) -> str:
     # The policy names the script by its hash, so that no other script runs.
     script = _asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = _template().render(
+    text = load_template().render(
         page=page,
         card=json_line(encode(card_of(page))).strip(),
         parts=_parts(page, draw),
@@ -76,7 +76,7 @@ def render(page: Page) -> str:
 
 
 @cache
-def _template() -> jinja2.Template:
+def load_template() -> jinja2.Template:
     import jinja2
 
     # Escaping is on for everything that the template prints; a missing name is an error, not an empty string.

@@ -202,8 +202,8 @@ def capacity(panel: Panel) -> Elements:
         Col("does not fit", lambda row: why_no_larger(row.value)),
     ]
     if any(search.value.on_device for search in searches):
-        on_device = Col(DEVICE_MAX_BATCH.heading, _device_batch, number=True, hint=DEVICE_MAX_BATCH.description)
-        cols.insert(4, on_device)
+        derived = Col(DEVICE_MAX_BATCH.heading, _device_batch, number=True, hint=DEVICE_MAX_BATCH.description)
+        cols.insert(4, derived)
     # The group is left out if there is only one setting.
     required = {col.heading for col in cols} - {"group"}
     batches = table("capacity", batch_title(searches[0].value), cols, searches, required=required)

@@ -180,7 +180,7 @@ def _detail_columns(cases: Cases) -> Iterator[Col[_Row]]:
     rates = {rate.unit for case in cases if (rate := case.figures.rate).value is not None}
     unit = rates.pop() if len(rates) == 1 else ""
     yield Col("throughput", _throughput, number=True, unit=unit, hint="of the best case")
-    hint = "native: the hardware does it; emulated: right in numbers, without a speed; refused"
+    hint = "native: by the hardware; emulated: the error is real, ignore time and memory; refused: not possible here"
     yield Col("how", "case.record.support.level.value", tone=_cost, hint=hint)
     yield from map(_figure_col, in_table("cases"))
 

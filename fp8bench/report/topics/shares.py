@@ -73,31 +73,22 @@ def _elements(parts: Sequence[StepShares]) -> Elements:
 
 def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
     """Yields the shares of titled cases by kind of work and by module, a column for each case."""
-    by_kind = [step.by_kind for _, step in parts]
-    yield _shares_table("kind", captions[0], parts, by_kind, [*_sort_keys(by_kind), UNATTRIBUTED])
-    by_module = [step.by_module for _, step in parts]
-    if modules := _sort_keys(by_module)[:MOST_MODULES]:
-        yield _shares_table("module", captions[1], parts, by_module, modules)
+    kinds = _sort_keys([step.by_kind for _, step in parts])
+    yield _shares_table("kind", captions[0], parts, [*kinds, UNATTRIBUTED])
+    if modules := _sort_keys([step.by_module for _, step in parts])[:MOST_MODULES]:
+        yield _shares_table("module", captions[1], parts, modules)
 
 
-def _shares_table(
-    name: str,
-    caption: str,
-    parts: Sequence[tuple[str, StepShares]],
-    shares: Sequence[Mapping[str, float]],
-    keys: Sequence[str],
-) -> Table:
-    def field(key: str, seconds: float | None, shares_of_case: Mapping[str, float]) -> Field | None:
-        share = shares_of_case.get(key)
+def _shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepShares]], keys: Sequence[str]) -> Table:
+    def field(key: str, step: StepShares) -> Field | None:
+        share = (step.by_kind if name == "kind" else step.by_module).get(key)
         if share is None:
             return None
-        estimated = "" if seconds is None else f"  {units.seconds(share * seconds)}"
+        estimated = "" if step.seconds is None else f"  {units.seconds(share * step.seconds)}"
         return Field(f"{units.percent(share)}{estimated}", share)
 
     cols: Cols[str] = [Col(name, str)]
-    for (title, step), shares_of_case in zip(parts, shares, strict=True):
-        of_case = partial(field, seconds=step.seconds, shares_of_case=shares_of_case)
-        cols.append(Col(title, of_case, number=True))
+    cols += [Col(title, partial(field, step=step), number=True) for title, step in parts]
     return table(f"{name}s", caption, cols, keys)
 
 
