@@ -21,7 +21,7 @@ from pathlib import Path
 from fp8bench.model import Verdict
 from tests.commands import PROGRAM, ROOT, environment, git
 
-PAGES = ("README.md", "docs/tutorial.md", "docs/how-to.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/how-to.md", "docs/audit.md")
 # Commands that take seconds and need no earlier command.
 QUICK = ("doctor", "init")
 # Commands whose outputs another command reads.
