@@ -116,6 +116,9 @@ class Cpu(Device):
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, most))
 
+    def free_bytes(self) -> int:
+        return free_bytes()
+
     def end_where_memory_does(self, shared_by: int = 1) -> None:
         """Limits memory to what is free, or the kernel would end this process, or another one."""
         with contextlib.suppress(CannotLimit, OSError, ValueError):

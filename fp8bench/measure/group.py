@@ -123,18 +123,15 @@ class GroupMeasurement:
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
-            searching.search([case_outcome for case_outcome in self._outcomes if case_outcome.may_fit])
+            searching.search([outcome for outcome in self._outcomes if outcome.may_fit])
         if self._counting is not None:
             counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
             counting.counters(self._alive(), self._counting.why)
         reference = self._reference()
-        for case_outcome in self._alive():
-            case_outcome.note(
-                ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
-            )
-        return tuple(
-            case_outcome.record(case_outcome is reference, case_outcome.planned.skip) for case_outcome in self._outcomes
-        )
+        for outcome in self._alive():
+            ceilings = self._method.ceilings.get(outcome.planned.case.device)
+            outcome.note(ceiling=ceiling_of(outcome.planned, ceilings))
+        return tuple(outcome.record(outcome is reference, outcome.planned.skip) for outcome in self._outcomes)
 
     def _ask_about_cases(self, passes: Passes, led: CaseOutcome | None, with_memory: bool) -> None:
         """Asks the first worker, and the one that times nothing; `led` is the reference of the rounds."""
@@ -211,8 +208,7 @@ class GroupMeasurement:
     def _asking_second_worker(
         self, ask: Callable[[list[CaseOutcome], _Answers], object], waiting: list[CaseOutcome], answers: _Answers
     ) -> Iterator[None]:
-        """Asks the second worker about the waiting cases during the body. If that raises, the request in progress and
-        the worker end."""
+        """Asks the second worker about the waiting cases during the body; ends it if the body raises."""
         assert self._second is not None
         with ThreadPoolExecutor(1) as threads:
             asking = threads.submit(ask, waiting, answers)

@@ -24,6 +24,7 @@ from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import LOWERING
+from fp8bench.registry import devices
 
 if TYPE_CHECKING:  # a parent of a worker process would import what only the worker needs
     from fp8bench.worker.bench import Bench
@@ -275,13 +276,13 @@ class ProcessWorker(Worker):
 
 @contextmanager
 def workers_ahead(request: Request, second: bool) -> Iterator[tuple[ProcessWorker, ...]]:
-    """Yields workers that already import torch for a run: one that times and, with `second` and cores for it, another.
+    """Yields workers that already import torch for a run: one that times and, with `second` and room for it, another.
 
     A run by ranks or in this process gets none. Their `settings` may still change.
     """
     count = 0
     if request.isolation and request.ranks is None:
-        count = 2 if second and _has_cores_for_two(request) else 1
+        count = 2 if second and _has_room_for_two(request) else 1
     with ExitStack() as stack:
         settings = Settings(request.threads, request.seed, request.imports)
         workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(count)]
@@ -291,9 +292,15 @@ def workers_ahead(request: Request, second: bool) -> Iterator[tuple[ProcessWorke
         yield tuple(workers)
 
 
-def _has_cores_for_two(request: Request) -> bool:
-    """Whether each of two workers has its cores; nobody knows where the system does not say how many there are."""
-    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= 2 * request.threads
+# A worker has 0.5 GiB before it holds any state.
+_LEAST_FREE_BYTES = 2 << 30
+
+
+def _has_room_for_two(request: Request) -> bool:
+    """Whether each of two workers has its cores, and memory; False where the system does not say so."""
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2 * request.threads:
+        return False
+    return devices.get("cpu").free_bytes() >= _LEAST_FREE_BYTES
 
 
 def _split_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:

@@ -138,6 +138,10 @@ class Device(ABC):
         """A memory meter for one device, or the reason why the device has no meter."""
         return f"the memory of {self.kind} devices cannot be counted"
 
+    def free_bytes(self) -> int:
+        """Returns what may still be taken without any process being ended for it; 0 if unknown."""
+        return 0
+
     def end_where_memory_does(self, shared_by: int = 1) -> None:
         """Makes this process's allocations fail where free memory ends, so that a case that does not fit gets an
         answer.
