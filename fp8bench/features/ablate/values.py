@@ -37,7 +37,7 @@ class AblatedArm:
     labels: tuple[str, ...] = ()
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         """Whether its time is a speed that can be compared."""
         return bool(self.rounds) and self.level is Level.NATIVE and not self.why
 

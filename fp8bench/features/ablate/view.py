@@ -56,14 +56,14 @@ class Savings:
 
     def speed_up(self, arm: AblatedArm) -> Interval | None:
         first = self.ablation.arms[0]
-        if not arm.timed or not first.timed or arm is first:
+        if not arm.is_timed or not first.is_timed or arm is first:
             return None
         return _ratio(first.rounds, arm.rounds)
 
     def _sum(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
         """Adds up arms' seconds, each times a factor; None unless all arms are timed."""
         arms = [(self.ablation.arm(options), times) for options, times in terms]
-        if not all(arm.timed for arm, _ in arms):
+        if not all(arm.is_timed for arm, _ in arms):
             return None
         # Arms draw the same rounds, so that the noise of a round cancels in the difference.
         cases = [(resample(arm.rounds), times) for arm, times in arms]
@@ -76,7 +76,7 @@ class Savings:
     def floor(self) -> float | None:
         """The share by which the times of identical code may differ in these rounds."""
         first = self.ablation.arms[0]
-        if not self.ablation.control or not first.timed:
+        if not self.ablation.control or not first.is_timed:
             return None
         return _ratio(self.ablation.control, first.rounds).reach
 
@@ -142,10 +142,10 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     names = join_words(ablation.names)
     emulated = "emulated: its time does not show a speed"
     # 1. A speed needs both ends.
-    if not first.timed:
+    if not first.is_timed:
         yield f"speed is unknown: the step without options has none ({first.why or emulated})"
         return
-    if not complete.timed:
+    if not complete.is_timed:
         yield f"{names} together have no speed here: {complete.why or emulated}"
         return
     # 2. Compare all options together with the noise floor.

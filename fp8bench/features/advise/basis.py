@@ -60,14 +60,14 @@ class ComparedCase:
         return self.record.case.id
 
     @property
-    def emulated(self) -> bool:
+    def is_emulated(self) -> bool:
         return Level.EMULATED in {
             record.support.level for record in (self.record, self.reference) if record is not None
         }
 
     @property
-    def timed(self) -> bool:
-        return not self.emulated and all(
+    def is_timed(self) -> bool:
+        return not self.is_emulated and all(
             record is not None and record.is_ok and record.timing is not None and record.timing.slots
             for record in (self.record, self.reference)
         )
@@ -84,12 +84,12 @@ class ComparedCase:
     def speed(self) -> Interval | None:
         """How many times as fast as its reference it is; None if it was not timed, or a label withdraws its verdict."""
         finding = self.finding
-        if not self.timed or finding is None or finding.ratio is None or finding.hard:
+        if not self.is_timed or finding is None or finding.ratio is None or finding.hard:
             return None
         return finding.ratio.inverse
 
     @cached_property
-    def touched(self) -> frozenset[str]:
+    def affected_phases(self) -> frozenset[str]:
         """The phases that this precision may change, plus unattributed time, which is unknown. The counts of both tapes
         decide, if they exist; otherwise these are products and casts, or all phases if the reference marks no products.
         """
@@ -109,14 +109,14 @@ class ComparedCase:
         looked = _profiled_share(self.reference, phases)
         return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
-    def share_touched(self) -> Interval | None:
+    def affected_share(self) -> Interval | None:
         """Returns the share of the reference's step that this precision may change. A user's model marks no products:
         if only these change, an untimed profile of the step shows their share."""
-        multiplied = self.estimated and _changes_products_alone(self)
-        return self.share(_PRODUCTS if multiplied else self.touched)
+        multiplied = self.is_estimated and _changes_products_alone(self)
+        return self.share(_PRODUCTS if multiplied else self.affected_phases)
 
     @property
-    def estimated(self) -> bool:
+    def is_estimated(self) -> bool:
         """Whether parts of the reference are known only from an untimed profile, because it marks no products."""
         marked = (
             self.reference.timing.segments.phases
@@ -128,14 +128,14 @@ class ComparedCase:
     def of_reference(self, phases: Collection[str], theirs: Collection[str]) -> Interval | None:
         """Returns the time of some phases over that of phases of the reference (`theirs`), as reports show both; None
         if it is unknown."""
-        if not self.timed or self.record.timing is None or self.reference is None:
+        if not self.is_timed or self.record.timing is None or self.reference is None:
             return None
         # A reference that shared its rounds is the fairer base, if there is one.
         base = self.record.paired_with or self.reference.timing
         timed = part_ratio(self.record.timing, phases, base, theirs) if base is not None else None
         if timed is not None:
             return scale_to_report(timed, (self.finding, phases), (self.reference_finding, theirs))
-        return self._by_shares(phases, theirs) if self.estimated else None
+        return self._by_shares(phases, theirs) if self.is_estimated else None
 
     def _by_shares(self, phases_here: Collection[str], theirs: Collection[str]) -> Interval | None:
         """Like of_reference, from shares of both median steps; without an interval."""
@@ -287,7 +287,7 @@ class AdviceRule:
         if isinstance(reply, Reply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
         # No command gives an emulated precision a speed.
-        unmeasurable = pair.emulated and self.topic is not Question.LEARNS
+        unmeasurable = pair.is_emulated and self.topic is not Question.LEARNS
         measure = "" if unmeasurable else self.measure.format(**_words(pair))
         return replace(answer, figure=reply, measure=measure)
 

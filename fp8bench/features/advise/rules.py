@@ -23,7 +23,7 @@ from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
-from fp8bench.model import Interval, Level, MemoryRole, Phase, Verdict
+from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
 from fp8bench.report.words.legend import LARGE, NOT_FINITE, error_word
@@ -45,13 +45,13 @@ def _judge_native(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _untimed_reason(pair: ComparedCase) -> str:
-    if pair.emulated:
+    if pair.is_emulated:
         return EMULATED if pair.record.support.is_emulated else "the reference is emulated here"
     if not pair.record.is_ok:
         return pair.record.reason or "it was not run"
     if pair.finding is not None and pair.finding.hard:
         return pair.finding.why or f"labelled {', '.join(pair.finding.hard)}"
-    return "" if pair.timed and pair.speed is not None else "it shared no rounds with a reference"
+    return "" if pair.is_timed and pair.speed is not None else "it shared no rounds with a reference"
 
 
 def _judge_step(pair: ComparedCase, basis: Basis) -> Reply | str:
@@ -74,7 +74,7 @@ def bound_of(pair: ComparedCase) -> Interval | None:
     """Returns the reference's speed-up if everything that the precision may change took no time."""
     if pair.reference is None or pair.reference.support.is_emulated or pair.reference.timing is None:
         return None
-    share = pair.share_touched()
+    share = pair.affected_share()
     return map_ends(share, lambda value: amdahl(value, 0.0)) if share is not None else None
 
 
@@ -89,7 +89,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     # 2. Three bounds of the gain, from generous to measured; the tightest counts.
     bounds = [(map_ends(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
-    if pair.timed and pair.finding is not None and pair.reference_finding is not None:
+    if pair.is_timed and pair.finding is not None and pair.reference_finding is not None:
         gain = gain_of(pair.record, pair.finding, pair.reference, pair.reference_finding)
     if gain is not None and gain.binds:
         bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
@@ -104,10 +104,10 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     most, words = min(bounds, key=lambda bound: bound[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(bounds) == 1:
-        taken = f"products are {share_text(share)} of the step{_ESTIMATED * pair.estimated}"
+        taken = f"products are {share_text(share)} of the step{_ESTIMATED * pair.is_estimated}"
         return f"{taken}, and how fast its own are is not known"
     figure = f"{share_text(share)} of the step, which would be {gain_text(most)} {words}"
-    figure += _ESTIMATED * pair.estimated
+    figure += _ESTIMATED * pair.is_estimated
     return Reply(met, figure, tuple(grounds))
 
 
@@ -122,7 +122,7 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if casts is None:
         return "it casts nothing"
     alone, taxed = product_ratio.inverse, both.inverse
-    figure = f"products {gain_text(alone)}, with casts {gain_text(taxed)}" + _ESTIMATED * pair.estimated
+    figure = f"products {gain_text(alone)}, with casts {gain_text(taxed)}" + _ESTIMATED * pair.is_estimated
     grounds = (
         Ground(pair.row, f"products alone {gain_text(alone)}"),
         Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
@@ -164,7 +164,7 @@ _KEPT = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
 
 
 def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
-    if pair.emulated:
+    if pair.is_emulated:
         return "emulated here: its memory is the cost of emulation"
     reference = pair.reference
     if pair.record.memory is None or reference is None or reference.memory is None or not reference.memory.peak:
@@ -189,10 +189,11 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
-    findings = [finding for finding in (pair.finding, pair.reference_finding) if finding is not None]
-    labels = [label for finding in findings for label in finding.labels]
+    labels: list[Label] = []
+    for finding in (pair.finding, pair.reference_finding):
+        labels += finding.labels if finding is not None else ()
     ratio = energy_ratio(pair.record, pair.reference, labels)
-    if pair.emulated:
+    if pair.is_emulated:
         return "emulated here: its joules are the cost of emulation"
     if ratio is None:
         return why_no_energy(pair.record) if pair.record.energy is not None else "no energy was measured"

@@ -36,7 +36,7 @@ class CallInputs(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return tensors_in((self.places, self.names))
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> CallInputs:
+    def transform(self, change: Callable[[Tensor], Tensor]) -> CallInputs:
         """Returns the inputs with each tensor replaced."""
         return CallInputs(*tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tuple(self)))
 
@@ -65,7 +65,7 @@ def make_inputs(setup: Setup) -> CallInputs:
             f"{source} gives {type(given).__name__} without tensors; expected a tensor, a tuple or list of arguments, "
             "or a dict of arguments by name."
         )
-    return inputs.changed(lambda tensor: tensor.to(device))
+    return inputs.transform(lambda tensor: tensor.to(device))
 
 
 def draw_inputs(shapes: Sequence[Sequence[int]], dtype: str, device: str, seed: int) -> CallInputs:
@@ -140,7 +140,7 @@ def exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | 
 
     It loses precision if its results ignore changes that only float64 can represent.
     """
-    wide = inputs.changed(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    wide = inputs.transform(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     random = torch.Generator(wide.tensors[0].device).manual_seed(seed)
 
     def shake(tensor: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | 
         return tensor * (1 + _BELOW_FLOAT32 * share)
 
     try:
-        if not any(map(_needs_float64, call(target, wide.changed(shake)))):
+        if not any(map(_needs_float64, call(target, wide.transform(shake)))):
             return None
         return call(target, wide)
     except UsageError:

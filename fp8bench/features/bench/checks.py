@@ -73,7 +73,7 @@ def _check_fresh(
         with ExitStack() as others:
             for seed, tensor in enumerate(own.values()):
                 others.enter_context(other_numbers(tensor, seed))
-            in_place, copies = call(target, inputs), inputs.changed(lambda tensor: tensor.detach().clone())
+            in_place, copies = call(target, inputs), inputs.transform(lambda tensor: tensor.detach().clone())
             elsewhere, again, wanted_elsewhere = (call(name, copies) for name in (target, target, against))
     except UsageError:  # it may need special numbers, like a factorisation
         return

@@ -42,7 +42,7 @@ class CaseResult:
     sessions: tuple[Session, ...] = ()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return Status.FAILED in (self.before.status, self.after.status)
 
     @property
@@ -51,8 +51,8 @@ class CaseResult:
         return all(f"side {name}: " in self.after.reason for name in (BEFORE, AFTER))
 
     @property
-    def measured(self) -> bool:
-        return bool(self.sessions) and not self.failed
+    def is_measured(self) -> bool:
+        return bool(self.sessions) and not self.has_failed
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Duel:
 
     @property
     def ok(self) -> bool:
-        return any(result.measured for result in self.results) and not any(result.failed for result in self.results)
+        return any(result.is_measured for result in self.results) and not any(
+            result.has_failed for result in self.results
+        )
 
 
 class NothingInCommon(UsageError):

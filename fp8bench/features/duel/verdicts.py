@@ -85,17 +85,17 @@ class DuelVerdict:
     whole: bool = False
 
     @property
-    def resolved(self) -> bool:
+    def is_resolved(self) -> bool:
         return self.finest <= 1 - self.ratio.level
 
     @property
     def can_judge(self) -> bool:
         """Whether there were enough processes and rounds to believe a difference of any size."""
-        return self.resolved and self.rounds >= LEAST_ROUNDS
+        return self.is_resolved and self.rounds >= LEAST_ROUNDS
 
     @property
     def uneven(self) -> bool:
-        return self.resolved and verdicts.is_uneven(self.ratio, self.typical)
+        return self.is_resolved and verdicts.is_uneven(self.ratio, self.typical)
 
 
 def judge(
@@ -151,7 +151,7 @@ def why_unsure(times: DuelVerdict) -> str:
     if times.rounds < LEAST_ROUNDS:
         rounds = "1 round a session is" if times.rounds == 1 else f"{times.rounds} rounds a session are"
         return f"{rounds} too few; give it more time (--budget) or rounds"
-    if not times.resolved:
+    if not times.is_resolved:
         return (
             f"{times.sessions} session{'s' * (times.sessions != 1)} cannot tell what two processes differ by anyway; "
             "give it more (--sessions)"
@@ -309,7 +309,7 @@ _DIRECTIONS = {
 
 
 def judge_case(result: CaseResult) -> DuelVerdict | None:
-    return judge(result.sessions) if result.measured else None
+    return judge(result.sessions) if result.is_measured else None
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
@@ -319,7 +319,7 @@ def comparisons(duel: Duel) -> tuple[Comparison, ...]:
 def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
         times = judge_case(result)
-        if times is not None and times.resolved:
+        if times is not None and times.is_resolved:
             direction = _DIRECTIONS[rule(times.typical, BAND)]
             yield replace(
                 _blank(result, MEAN, "s"), direction=direction, ratio=times.typical, labels=_labels(result, times)
@@ -352,7 +352,7 @@ def _time(result: CaseResult) -> Comparison:
 def p_value(times: DuelVerdict) -> float | None:
     """Returns the probability of such a large difference if nothing had changed; None if there are too few processes.
     Below the resolution of the permutation test, Student's t is used."""
-    if not times.resolved:
+    if not times.is_resolved:
         return None
     if times.chance > times.finest:
         return times.chance
@@ -398,7 +398,7 @@ def _value(result: CaseResult, metric: str) -> Comparison:
     value_a, value_b = (statistics.median(values) if values else None for values in samples)
     blank = replace(_blank(result, metric, unit), before=value_a, after=value_b)
     if value_a is None or value_b is None:
-        reason = _why_none(result) if result.failed else f"only side {AFTER if value_a is None else BEFORE} has it"
+        reason = _why_none(result) if result.has_failed else f"only side {AFTER if value_a is None else BEFORE} has it"
         return replace(blank, why=reason)
     return replace(blank, **compare_exact_values(*samples)._asdict())
 

@@ -137,7 +137,7 @@ def _ending(duel: Duel) -> Iterator[Text]:
     if missing := len(duel.cases) - len(duel.results):
         yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
     # Fewer sessions make wider intervals, which a reader should not mistake for noise.
-    short = sum(0 < len(result.sessions) < duel.sessions and not result.failed for result in duel.results)
+    short = sum(0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results)
     if short:
         yield Text(f"{short} of {len(duel.cases)} cases have fewer sessions than were planned")
     yield Text(f"stored in {duel.path}" if duel.path else "this duel was not stored")

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
@@ -29,7 +29,7 @@ from fp8bench.features.gate.stored_runs import (
 )
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
+from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
@@ -117,14 +117,18 @@ def _latest_nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
 
 
 def _failures(tonight: Sequence[Run], night_before: Sequence[Run]) -> Iterator[Comparison]:
-    # The newest of several runs of a night takes precedence.
-    before, newest = (
-        {record.case.id: record for run in reversed(night) for record in run.records}
-        for night in (night_before, tonight)
-    )
-    for case, record in newest.items():
-        if record.status is Status.FAILED and not (case in before and before[case].status is Status.FAILED):
+    previous = _records_of(night_before)
+    for case, record in _records_of(tonight).items():
+        if record.status is Status.FAILED and not (case in previous and previous[case].status is Status.FAILED):
             yield failed_case(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+
+
+def _records_of(night: Sequence[Run]) -> dict[str, Record]:
+    """Returns the records of a night by case; the newest of several runs takes precedence."""
+    records: dict[str, Record] = {}
+    for run in reversed(night):
+        records |= {record.case.id: record for record in run.records}
+    return records
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
@@ -249,7 +253,7 @@ def _new_value(change: Change, run: Run) -> Comparison | None:
     # 1. The new run's points of the same series, if it has any.
     place = trend.series.name, trend.cell, change.version
     points = [point for point in points_of_run(run).points if (point.series, point.cell, point.version) == place]
-    values = [sample for point in points for sample in point.samples]
+    values = list(chain.from_iterable(point.samples for point in points))
     if points and points[0].status is Status.FAILED:
         return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
     if not values or step.before is None or step.after is None:

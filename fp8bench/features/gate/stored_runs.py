@@ -177,9 +177,9 @@ def duel_suspects(
 def pool_sessions(result: CaseResult, commit: str, pool: Pool) -> CaseResult:
     """Prepends the sessions of earlier duels, and keeps all of them for the next one."""
     key = commit, result.after.case.id
-    if result.measured and key in pool:
+    if result.is_measured and key in pool:
         result = replace(result, sessions=(*pool[key].sessions, *result.sessions))
-    if result.measured:
+    if result.is_measured:
         pool[key] = result
     return result
 
@@ -351,7 +351,7 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
-    if not any(result.measured or result.failed for result in duel.results):
+    if not any(result.is_measured or result.has_failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
     # 2. Suspects are duelled again, at the same commits.
     pool: Pool = {}

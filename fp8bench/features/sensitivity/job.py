@@ -281,7 +281,7 @@ class StudyRuns:
         try:
             losses = self._bench.losses(self._case(trial), self.facts, steps, trial.draw)
         except WorkerError as error:
-            return self._failed(trial, error)
+            return self._mark_failure(trial, error)
         return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
 
     def _measure(self, trial: LayerTrial) -> LayerTrial:
@@ -289,7 +289,7 @@ class StudyRuns:
         try:
             error = self._bench.gradient_error(self._case(trial), self.reference, self.facts)
         except WorkerError as fault:
-            return self._failed(trial, fault)
+            return self._mark_failure(trial, fault)
         return replace(trial, gradient_error=error)
 
     @property
@@ -299,7 +299,7 @@ class StudyRuns:
     def _case(self, trial: LayerTrial) -> Case:
         return replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
 
-    def _failed(self, trial: LayerTrial, error: WorkerError) -> LayerTrial:
+    def _mark_failure(self, trial: LayerTrial, error: WorkerError) -> LayerTrial:
         if not (isinstance(error, WorkerFault) and error.out_of_memory):
             self.worker.restart()  # after an error on a GPU that process is unusable
         return replace(trial, failure=str(error))

@@ -314,7 +314,7 @@ def test_no_advice_is_above_amdahls_bound(
             assert not emulated and each.grounds and each.recipe and each.gain is not None
             assert 1 + least <= each.gain.low <= 1.02 * bound.high
         assert each.gain is None or not emulated
-    assert {Phase.GEMM} < pair.touched
+    assert {Phase.GEMM} < pair.affected_phases
 
 
 def trained(gap: float) -> JudgedTraining:

@@ -77,7 +77,7 @@ def test_every_process_is_in_every_round() -> None:
     timings = list(chain.from_iterable((*session.before, *session.after) for session in progress.sessions))
     assert {timing.num_rounds for timing in timings} == {6} and {timing.num_calls for timing in timings} == {24}
     result = progress.result
-    assert result.measured and not result.failed and result.before.is_reference and not result.after.is_reference
+    assert result.is_measured and not result.has_failed and result.before.is_reference and not result.after.is_reference
     assert result.before.measurement("output_error") is not None and result.after.measurement("peak_memory") is not None
 
 
@@ -101,7 +101,7 @@ def test_no_side_is_always_the_first() -> None:
 def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_name: str) -> None:
     pair = sides(Script(), Script(faults=[Fault(request_name, error)]))
     progress = measured(pair, sessions=3)
-    assert not progress.alive and progress.sessions == [] and progress.result.failed
+    assert not progress.alive and progress.sessions == [] and progress.result.has_failed
     assert (progress.result.before.status, progress.result.after.status) == (Status.OK, Status.FAILED)
     assert progress.result.after.reason == why
     assert sum(worker.restarts for worker in fakes(pair)[2:]) == 1
@@ -121,7 +121,7 @@ def test_a_fault_of_one_side_fails_that_side(bad: Script, why: str, restarts: in
     pair = sides(bad, Script())
     progress = measured(pair, sessions=3)
     result = progress.result
-    assert (result.before.status, result.after.status) == (Status.FAILED, Status.OK) and not result.measured
+    assert (result.before.status, result.after.status) == (Status.FAILED, Status.OK) and not result.is_measured
     assert why in result.before.reason and len(progress.sessions) == (not why)
     assert sum(worker.restarts for worker in fakes(pair)) == restarts
 
@@ -218,7 +218,7 @@ def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> Non
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
     duel = run_duel(started({"fp32": Script(), "bf16": late}))
-    assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].failed
+    assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].has_failed
     assert duel.finished and exit_code(duel) == 3
 
 
@@ -348,7 +348,7 @@ def test_a_written_duel_is_read_back(path: Path) -> None:
     )
     assert duel == wanted and duel.after.devices == (CPU,)
     assert path.name == "20260102T030405.678Z-0a1b2c3d.jsonl" and path.parent.name == "duels"
-    assert not duel.ok and [case.measured for case in duel.results] == [True, False]
+    assert not duel.ok and [case.is_measured for case in duel.results] == [True, False]
 
 
 @for_each(

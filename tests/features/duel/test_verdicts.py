@@ -218,15 +218,15 @@ def test_one_session_decides_only_what_noise_cannot_explain(
     before: Sequence[float], after: Sequence[float], verdict: Verdict
 ) -> None:
     times = known([session(before, after)])
-    assert times.verdict is verdict and not times.resolved
+    assert times.verdict is verdict and not times.is_resolved
     assert (times.ratio.low, times.ratio.high) == (0.0, math.inf)
     assert "--sessions" in why_unsure(times)
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
     pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
-    assert not known(pairs[:7]).resolved
-    assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
+    assert not known(pairs[:7]).is_resolved
+    assert known(pairs).is_resolved and known(pairs).verdict is Verdict.SLOWER
     sessions = drawn(1, 8, 0.02)
     times = known(sessions)
     assert times == known(sessions)
