@@ -62,8 +62,7 @@ class Curve:
 
     @property
     def whole(self) -> bool:
-        first = self.rows[0].step if self.rows else 0
-        return first <= 1 and len(self.rows) == self.steps - first
+        return len(self.losses) == self.steps
 
     @property
     def endpoint(self) -> float:
