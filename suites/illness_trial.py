@@ -323,12 +323,14 @@ def main() -> None:
         seeds=("judge", which),
         only=("", "names with this"),
         kinds=("ill well", "which of them"),
+        wells=("", "seeds of healthy styles, like 21,22, in place of those that go with --seeds"),
         families=(False, "the illnesses of suites/illness_families.py: their half that these seeds go with"),
         kept=(False, "judge what is kept, and train nothing"),
         report=("", "folder that gets all rows"),
     )
     torch.set_num_threads(1)
     seeds, leads = SEEDS[arguments.seeds], arguments.folder / "lead"
+    well_seeds = tuple(map(int, arguments.wells.split(","))) if arguments.wells else WELL_SEEDS[arguments.seeds]
     leads.mkdir(parents=True, exist_ok=True)
     kinds, healthy = KINDS, HEALTHY
     if arguments.families:
@@ -337,7 +339,7 @@ def main() -> None:
     trainings = {
         "ill": (ill, arguments.folder, [(kind, seed) for kind in kinds for seed in seeds]),
         "lead": (lead, leads, [(kind, seed) for kind in LEADS for seed in seeds]),
-        "well": (well, arguments.folder, [(kind, seed) for seed in WELL_SEEDS[arguments.seeds] for kind in healthy]),
+        "well": (well, arguments.folder, [(kind, seed) for seed in well_seeds for kind in healthy]),
     }
     rows: list[Row] = []
     for name in (name for name in trainings if name in arguments.kinds):

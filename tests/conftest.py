@@ -68,6 +68,8 @@ os.environ["FP8BENCH_CEILINGS"] = "off"
 os.environ["FP8BENCH_TAPE"] = "off"
 # Warming up takes seconds per group where clock or temperature can be read. Tests of it unset this variable.
 os.environ["FP8BENCH_WARM_UP"] = "off"
+# One more process in every run. Tests of two workers take it out.
+os.environ["FP8BENCH_SECOND_WORKER"] = "off"
 # Texts are as wide as without a terminal, whatever the tests run in.
 os.environ["COLUMNS"] = "100"
 # argparse looks on disk for translations of each message in every language of the environment.

@@ -80,7 +80,7 @@ class Leaving(Counting):
     name, wrong = "leaving", 0.5
 """
 SUITE = '''
-"""What asv follows of the suite {name}."""
+"""The suite {name} as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

@@ -129,7 +129,7 @@ def test_a_full_disk_in_the_middle_leaves_the_old_file(old: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(old)], capture_output=True, text=True, timeout=120, check=True
     )
-    assert "x.json cannot be written (File too large). What was there before is untouched; make room" in done.stdout
+    assert "x.json cannot be written (File too large). The previous file is unchanged; make room" in done.stdout
     assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
 
 

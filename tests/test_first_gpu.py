@@ -18,9 +18,9 @@ from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFile
 from suites.trials import conditions
 
 
-def ended(folder: Path, step: FirstStep, code: int = 0, quick: bool = False) -> StepFiles:
+def ended(folder: Path, step: FirstStep, code: int = 0) -> StepFiles:
     files = StepFiles(step, folder)
-    files.write({"state": "ended", "attempts": 1, "overruns": 0, "code": code, "quick": quick})
+    files.write({"state": "ended", "attempts": 1, "overruns": 0, "code": code})
     return files
 
 
@@ -68,14 +68,12 @@ def test_steps_that_could_not_run_are_rows_and_never_pass(tmp_path: Path) -> Non
 
 
 def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
-    """Of a device that computes nothing, of --quick; and of speed in low precision before conform holds."""
+    """Of a device that computes nothing; and of speed in low precision before conform holds."""
     line = Line("a", number(2), low=1)
     assert verdicts(tmp_path, step_of("x", line), computes=False) == {
         "a": "could not be: no GPU that computes was seen"
     }
     assert changes([probe_of(tmp_path, computes=False)], []) == "Nothing changes: no GPU that computes was seen.\n"
-    files = [probe_of(tmp_path), ended(tmp_path, step_of("x", line), quick=True)]
-    assert rows_of(files)[-1].verdict == "could not be: --quick measures too little"
     speed = step_of("x", Line("fast", number(2), low=1, speed=True))
     for differences, verdict in ((0, "reached"), (1, "could not be: conform and selftest have not held here")):
         told = verdicts(tmp_path, step_of("conform", Line("unexplained", number(differences), high=0)), speed)
@@ -146,7 +144,7 @@ def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
     for commit, kept in ((conditions()["commit"], True), ("0" * 8, False)):
         (files.store / "runs").mkdir(parents=True, exist_ok=True)
         files.write({"state": "begun", "attempts": 1, "overruns": 0, "commit": commit})
-        assert take(files, 60.0, {}, False)["code"] == 0
+        assert take(files, 60.0, {})["code"] == 0
         assert files.store.exists() is kept and files.state()["state"] == "ended"
 
 
@@ -156,7 +154,7 @@ def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch:
     (files.store / "runs" / "box" / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
     refuses = [sys.executable, "-c", "import sys; sys.exit(2 * ('--resume' in sys.argv))"]
     monkeypatch.setattr(first_gpu, "command_of", lambda *given: [*refuses, *command_of(*given)])
-    state = take(files, 120, {}, quick=False)
+    state = take(files, 120, {})
     assert (state["state"], state["code"], state["attempts"]) == ("ended", 0, 2) and not files.store.exists()
 
 
@@ -167,7 +165,7 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
     first_gpu.forget(steps, ["x"], tmp_path)
     assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
-    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+    with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
         first_gpu.forget(steps, ["nosuch"], tmp_path)
 
 

@@ -83,7 +83,7 @@ class Programme:
     def clock(self) -> float:
         return self.now
 
-    def take(self, files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
+    def take(self, files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str, Any]:
         if (self.folder / ARCHIVE).exists():
             self.archived.append(names_in(self.folder / ARCHIVE))
         self.begun.append((files.step.name, limit))
@@ -92,7 +92,7 @@ class Programme:
         if files.step is PROBE:
             files.path("json").write_text(json.dumps(self.probe))
         files.path("out").write_text(f"{files.step.name}\n")
-        state = {"state": "ended", "attempts": 1, "overruns": 0, "code": 0, "quick": quick, "seconds": seconds}
+        state = {"state": "ended", "attempts": 1, "overruns": 0, "code": 0, "seconds": seconds}
         files.write(state)
         return state
 
@@ -155,7 +155,7 @@ def test_only_the_named_steps_are_taken_in_the_order_of_their_names(programme: P
     go(steps, programme.folder, 520.0, clock=programme.clock)
     assert [name for name, _ in programme.begun] == ["probe", "crossing", "forward"]
     assert chosen(BRISK_STEPS, None) == [*BRISK_STEPS]
-    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+    with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
         chosen(BRISK_STEPS, "forward,nosuch")
 
 
@@ -303,7 +303,7 @@ def test_sustained_ratios_are_read_from_energy_windows(tmp_path: Path) -> None:
     files = StepFiles(step_named("forward").step, tmp_path)
     runs = files.store / "runs" / "box"
     runs.mkdir(parents=True)
-    copy(REPORT / "casts.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
+    copy(REPORT / "runs" / "7816318e.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
     csv = ["precision,level,status,reason,metric,phase,params,median_in_unit"]
     for mode in ("bf16", "fp8"):
         csv += [f"{mode},native,ok,,time,step,{place},1" for place in places()]
@@ -329,5 +329,5 @@ def test_casts_are_held_against_the_cards_copy(tmp_path: Path) -> None:
     measured = bandwidth_share("fp8-rowwise", 3)(files)
     assert measured.number == pytest.approx(80.0) and measured.text == "80%, 3.2 of 4 TB/s"
     StepFiles(PROBE, tmp_path).path("json").write_text(json.dumps(probe_of(gpu("Test GPU", (9, 0)))))
-    with pytest.raises(NoFigure, match="nobody has said"):
+    with pytest.raises(NoFigure, match="copy bandwidth is unknown"):
         bandwidth_share("fp8-rowwise", 3)(files)

@@ -105,7 +105,7 @@ def comparison(**changes: object) -> Comparison:
 
 def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     columns = (Column(NASTY, shared=True), Column(NASTY), Column(NASTY, number=True), Column(NASTY, below=True))
-    table = Table("t", NASTY, columns, (tuple(Field(NASTY, hint=NASTY) for _ in columns),))
+    table = Table("t", NASTY, columns, (tuple(Field(NASTY) for _ in columns),))
     items = Items((Text(NASTY),))
     page = Page(
         NASTY,

@@ -91,7 +91,7 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
     for window in record.energy.windows:
         assert window.joules / window.steps == pytest.approx(STEP, rel=0.03)
     assert record.energy.power_limits == (650.0,) and " W of 650 W" in text
-    assert "joules per step of each phase by itself" in " ".join(text.split())
+    assert "joules of each phase run by itself" in " ".join(text.split())
     if found.void:
         assert found.void.startswith("by themselves they take ")
         return

@@ -65,7 +65,7 @@ def as_text(told: Any) -> str:
 
 
 def lines(told: Any) -> Iterator[str]:
-    """Whatever is told, with its tones and hints: '0.5x <doubt> {noisy}'."""
+    """Whatever is told, with its tones: '0.5x <doubt>'."""
     match told:
         case None:
             yield "(nothing)"
@@ -96,7 +96,7 @@ def rows_of(element: Table | Chart) -> Iterator[str]:
     if isinstance(element, Chart):
         yield f"{kind} {element.name}{folded}: {element.title}: {element.description}"
         if isinstance(element, Scatter):
-            yield f"  margin {element.margin!r}, joined {', '.join(element.joined)}"
+            yield f"  margin {element.margin!r}"
         element = numbers_table(element)  # type: ignore[arg-type]
     else:
         yield f"{kind} {element.name}{folded}: {element.caption}"
@@ -105,8 +105,7 @@ def rows_of(element: Table | Chart) -> Iterator[str]:
 
 
 def shown(words: Text | Field) -> str:
-    hint = f" {{{words.hint}}}" if isinstance(words, Field) and words.hint else ""
-    return words.text + (f" <{words.tone}>" if words.tone is not Tone.PLAIN else "") + hint
+    return words.text + (f" <{words.tone}>" if words.tone is not Tone.PLAIN else "")
 
 
 def on_terminal(made: Made, *words: str, width: int = 200) -> str:

@@ -13,7 +13,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
 from fp8bench.files import keeping, open_file, write_whole
 from fp8bench.jobs.earlier_runs import find_earlier_steps
-from fp8bench.jobs.kinds import K, Kind, joined, meant_by
+from fp8bench.jobs.kinds import K, Kind, join_results, meant_by
 from fp8bench.model import Run
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
@@ -50,7 +50,7 @@ class Pages:
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     """Writes the report of stored runs, or of another stored result; returns the page."""
-    if (together := joined(words, store)) is not None:
+    if (together := join_results(words, store)) is not None:
         kind, kept = together
         if (page := report_of_kept(kind, kept, Path(kept.path), store, pages)) is not None:
             return page

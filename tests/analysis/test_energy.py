@@ -139,7 +139,7 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
     assert why_no_energy(record(None)) == "" and energy_figures(record(None)) is None
     assert why_no_energy(record(use((1.0,)))) == ""
     assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
-    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
+    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, for an unknown reason"
     base, own = (
         record(use(joules, source="instant"), is_reference=which)
         for joules, which in (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False))

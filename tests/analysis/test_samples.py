@@ -207,7 +207,7 @@ def test_it_is_a_figure_of_its_own_and_a_table() -> None:
     assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
     run = run_of([reference, case])
     assert panels_of(run, findings)
-    assert "3, cannot be told" in " ".join(render_whole(run, findings, 120).split())
+    assert "3, unknown" in " ".join(render_whole(run, findings, 120).split())
 
 
 @pytest.mark.slow

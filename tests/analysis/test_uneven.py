@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.labels import pattern
 from fp8bench.analysis.verdicts import (
     agrees,
     below_every_step,
@@ -91,7 +90,7 @@ def test_what_waited_is_in_no_mean_and_too_few_calls_are_not_the_same() -> None:
     reference = called(*[[1_000_000] * 3] * 12)
     records = (record(reference, "fp32", is_reference=True, control=reference), record(called(*slots), "bf16"))
     finding = find(records, {})[1]
-    assert finding.verdict is Verdict.UNSURE and "does not confirm it" in finding.why
+    assert finding.verdict is Verdict.UNSURE and "contradicts the fastest calls" in finding.why
 
 
 def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
@@ -101,40 +100,8 @@ def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
     finding = find(records, {})[1]
     assert (finding.verdict, finding.hard) == (Verdict.UNSURE, (Label.UNEVEN,))
     assert finding.why == (
-        "labelled uneven (against the reference, the mean is +150.0% off the fastest calls; about 3 of 4 calls, always "
-        "the same ones of a slot, take 3.0 times as long), so there is no verdict"
+        "labelled uneven (against the reference, the mean is +150.0% off the fastest calls), so there is no verdict"
     )
-
-
-@for_each(
-    ("slots", "words"),
-    [
-        ([[100, 300, 300, 300]] * 8, "about 3 of 4 calls, always the same ones of a slot, take 3.0 times as long"),
-        (
-            [[100, 300, 300, 300], [300, 100, 300, 300], [300, 300, 300, 100]] * 8,
-            "about 3 of 4 calls take 3.0 times as long",
-        ),
-        ([[100] * 6, [100] * 6, [150] * 6] * 8, "about 1 of 3 rounds take in all their calls 1.5 times as long"),
-        (([[100]] * 19 + [[200]]) * 4, "about 1 of 18 calls take 2.0 times as long"),
-        (([[100]] * 3 + [[150]] * 297), "about all but 1 of 100 calls take 1.5 times as long"),
-        ([[100, 101, 102, 103]] * 8, ""),
-        ([[100, 100, 900, 100]] + [[100] * 4] * 8, ""),
-        ([[0, 0, 0]] * 8, ""),
-        ([], ""),
-    ],
-)
-def test_a_pattern_is_told(slots: list[list[int]], words: str) -> None:
-    assert pattern(called(*slots)) == words
-
-
-def test_calls_that_waited_or_lie_far_out_are_of_no_pattern() -> None:
-    timing = called(*[[100, 300, 300, 300]] * 8)
-    slots = [
-        replace(slot, calls_ns=(*slot.calls_ns, (90_000,)), waited_seconds=1e-4, preemptions=1) for slot in timing.slots
-    ]
-    assert pattern(replace(timing, slots=tuple(slots))).startswith("about 3 of 4 calls")
-    slots = [[1000, 1000, 2000, 2000]] * 20
-    assert pattern(called(*slots, [4_000] * 4)).startswith("about 1 of 2 calls")
 
 
 ROUNDS = 60

@@ -29,7 +29,7 @@ def asked(store: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The request and store for a command line with this file."""
     caught: list[tuple[Request, Path]] = []
 
-    def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+    def execute(request: Request, store: Path, observer: Observer, command: str, **options: object) -> Run:
         caught.append((request, store))
         return Run("abc", "2026-01-01T00:00:00+00:00", command, request, Plan(()), Environment({}), (), finished=True)
 

@@ -63,26 +63,30 @@ def test_a_profiler_is_started_around_the_same_command(
 ) -> None:
     """--dry-run prints the profiler's command, which records only marked slots and uses a separate store."""
     words = [*GEMM, "--trace", "ncu"]
-    monkeypatch.setattr(sys, "argv", ["fp8bench", *words, "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["a program that calls main"])
     assert main([*words, "--dry-run"]) == 0
     command = shlex.split(capfd.readouterr().out)
     options = "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p"
     started = ["ncu", *options.split()]
     assert command == [*started, sys.executable, "-m", "fp8bench", *words, "--trace", "nvtx", "--store", "fp8bench-ncu"]
-    monkeypatch.setattr(sys, "argv", ["fp8bench", *words])
     monkeypatch.setenv("PATH", str(store))
     assert main(words) == 2 and "ncu is not installed here" in capfd.readouterr().err
     store.mkdir(exist_ok=True)
     (store / "ncu").write_text('#!/bin/sh\necho "$@"\nexit 7\n')
     (store / "ncu").chmod(0o755)
-    assert main(words) == 7 and capfd.readouterr().out.split() == command[1:]
+    assert main(words) == 7
+    printed = capfd.readouterr()
+    assert printed.out.split() == command[1:] and "the run is stored in fp8bench-ncu; its times" in printed.err
     assert not list(run_files(store))
+    # A store that was asked for is the one.
+    assert main([*words, "--store", "mine", "--dry-run"]) == 0
+    assert shlex.split(capfd.readouterr().out)[-4:] == ["--store", "mine", "--trace", "nvtx"]
 
 
 def test_a_device_without_ranges_says_so_and_costs_no_case(store: Path) -> None:
     assert main([*GEMM, "--trace", "nvtx"]) == 0
     for record in the_run(store).records:
-        assert record.detail == "no trace: CannotMark: cpu devices have no NVTX ranges" and not record.trace
+        assert record.detail == "no trace: cpu devices have no NVTX ranges" and not record.trace
     with pytest.raises(UsageError, match="start your script or command under nsys"):
         fp8bench.run("gemm", set={"shape": [8]}, trace="nsys", quick=True, store=store)
 

@@ -53,7 +53,7 @@ REFUSED = """
 siute | Did you mean 'suite'
 suite gemm --dtype fp8 | Did you mean '--dtypes'
 history shwo | unknown command 'shwo'. Did you mean 'show'? Known: ack, list
---store x show last | Options stand behind the command. See `fp8be
+--store x show last | Options follow the command. See `fp8be
 history --store x list | unknown command 'x'. Known: ack, list, merge
 history list --grid | unknown argument '--grid'.
 history list --run | Did you mean '--runs'?
@@ -76,7 +76,7 @@ suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
 suite gemm,collective | suite collective needs 2 processes. Add --ranks 2
 suite colective | Did you mean 'collective'
-audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See
+audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable, also as file.py:function). See
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas
 train nano | Give --model nano.
@@ -307,7 +307,7 @@ def test_other_ends(
     outcome: Run | BaseException, code: int, sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def execute(*arguments: object) -> Run:
+    def execute(*arguments: object, **options: object) -> Run:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -386,7 +386,7 @@ RANDOM = st.text(st.characters(exclude_characters="\0"), max_size=6)
 STARTS = st.sampled_from([["suite", "gemm"], ["suite", "transformer"], ["suite"], ["list"], ["show"], ["selftest"], []])
 
 
-def _fake_execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+def _fake_execute(request: Request, store: Path, observer: Observer, command: str, **options: object) -> Run:
     check_names(request)
     plan = make_plan(request, (CPU,), "text:00000000")
     return Run("abc", "2026-01-01T00:00:00+00:00", command, request, plan, Environment({}), (CPU,), finished=True)

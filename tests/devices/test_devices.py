@@ -101,18 +101,20 @@ def test_a_step_that_is_not_captured_has_torchs_message() -> None:
 def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[float | str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
-    fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), None]
+    fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), "no graphs"]
     monkeypatch.setattr(Cuda, "_fillers", {})
     monkeypatch.setattr(Cuda, "_make_filler", lambda self, index: fillers.pop(0))
     for index in (0, 1):
         for seconds in (1.2e-3, 0.1e-3):
             Cuda().occupy(index, seconds)
     assert done == ["products", "products", "products", 300_000, 3_600_000, 300_000]
+    assert [Cuda().why_idle(index) for index in range(3)] == ["", "no graphs", ""]
 
 
 def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert Cuda()._make_filler(0) is None
+    reason = Cuda()._make_filler(0)
+    assert isinstance(reason, str) and reason.strip()
 
 
 def test_the_size_of_the_last_cache_comes_from_the_system(tmp_path: Path) -> None:
@@ -634,6 +636,6 @@ def test_a_system_that_hides_memory_use_keeps_no_limit(
     before = resource.getrlimit(resource.RLIMIT_DATA)
     (tmp_path / "status").write_text(status)
     monkeypatch.setattr(cpu_module, "Path", lambda path: tmp_path / "status")
-    with pytest.raises(CannotLimit, match="does not say how much memory"), Cpu().memory_limited(0, 10**9):
+    with pytest.raises(CannotLimit, match="has no line for this process"), Cpu().memory_limited(0, 10**9):
         pass
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

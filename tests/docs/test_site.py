@@ -57,6 +57,8 @@ def test_every_label_has_a_remedy_and_every_command_a_page() -> None:
     assert {f"command-{name}" for name in COMMANDS} | {"options", *reference.PAGES} == set(made)
     assert "`--precision-map" in made["command-suite"] and "$ fp8bench gate" in made["command-gate"]
     assert "## fp8bench history show" in made["command-history"]
+    by_question = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"fp8bench {name} " not in by_question] == []
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def open_store() -> Iterator[Path]:
         ("asv", "history: the lock {store}/asv/.lock cannot be made (Permission denied). Choose another --store DIR."),
         (
             "asv/results/box",
-            "history: {file} cannot be written (Permission denied). What was there before is untouched",
+            "history: {file} cannot be written (Permission denied). The previous file is unchanged",
         ),
     ],
 )

@@ -182,6 +182,10 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     # --help imports neither model nor report.
     "fp8bench.cli.main": frozenset({"fp8bench.plan.asked_suites", "fp8bench.user_code", "fp8bench.cli.config_file"}),
     "fp8bench.cli.streams": frozenset({"fp8bench.report.elements", "fp8bench.report.terminal.layout"}),
+    # Its imports come while the worker imports torch.
+    "fp8bench.cli.outputs": frozenset({"fp8bench.report.page.html"}),
+    # Only a run in this process has a bench here.
+    "fp8bench.measure.handle": frozenset({"fp8bench.worker.bench", "fp8bench.worker.faults"}),
     # An interrupt may come while the command line is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli.main"}),
 }

@@ -10,7 +10,7 @@ from fp8bench.store.series import class_name
 from tests.counts import for_each
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
-FILE = '''"""What asv follows of the suite {name}."""
+FILE = '''"""The suite {name} as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

@@ -77,7 +77,7 @@ def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
     assert code == 1 and "2 regressions" in said and "after 00000001 and up to 00000002" in said
     assert "gemm.Gemm.track_launches(bf16, 512) 5 9 +80.0%" in said and "track_moved_bytes" in said
     assert "track_flops" not in said and "fewer than 11 commits" in said
-    assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change alarms" in said
+    assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change raises an alarm" in said
     assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0
     assert acks_of(store).exists() and fp8bench("history", "regressions")[0] == 0
 

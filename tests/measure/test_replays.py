@@ -80,8 +80,11 @@ def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
     words = replays_of(replace(record("fp8"), replays=found["fp8"]))
     assert words == "phases of a replay: cast 50%, gemm 50%"
     for error in (WorkerFault("RuntimeError", "no"), WorkerLost("it crashed")):
-        found, _ = replayed({"fp8": lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])})
+        failing = lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])
+        found, worker = replayed({"fp8": failing, "bf16": lasting(1, replay_phases=marked)})
         assert found["fp8"].timing is not None and found["fp8"].phases == ()
+        # Nobody knows what the failed capture left, so the other is not captured again, and the process is replaced.
+        assert found["bf16"].timing is not None and found["bf16"].phases == () and worker.restarts == 1
     rotating = replace(arm("fp32", facts=GPU), planned=ROTATING)
     found, _ = replayed({"fp32": lasting(1, replay_phases=marked)}, rotating)
     assert found["fp32"].timing is not None and found["fp32"].phases == ()

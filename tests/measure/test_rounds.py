@@ -228,6 +228,12 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession
     assert why == f"answered after {max(counts.values())} rounds"
 
 
+def test_a_fixed_number_of_rounds_holds_without_a_question() -> None:
+    session = RoundSession(None, None, [arm("bf16")])
+    worker, why = sit({}, session, StoppingRule(fixed=70))
+    assert (len(worker.slots("bf16")), why) == (70, "70 rounds, a fixed number")
+
+
 @for_each(
     ("rule", "why"),
     [

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fp8bench.numerics import rank_programs
 from fp8bench.numerics.collectives import (
     E4M3,
     FP8LM_AUTO,
@@ -227,6 +229,15 @@ def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(PlainCall, "__call__", lambda self, given, size, around: given * size)
     with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must come to 1\.0"):
         check_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")
+
+
+def test_a_shift_sends_to_the_next_rank_and_receives_from_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 5)
+    monkeypatch.setattr(dist, "P2POp", lambda operation, payload, group, group_peer: (operation, group_peer))
+    monkeypatch.setattr(dist, "batch_isend_irecv", list)
+    waits, _ = rank_programs._start_exchange(Shift(torch.ones(1)), None, False)
+    assert waits == [(dist.isend, 4), (dist.irecv, 2)]
 
 
 def test_ranks_that_end_early_are_noticed() -> None:

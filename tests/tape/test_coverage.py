@@ -168,6 +168,19 @@ def test_what_native_products_would_want() -> None:
     assert all(holder.converted for holder in coverage.holders)
 
 
+def test_a_bias_that_is_expanded_is_no_weight_of_a_product() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.layer.bias.expand(8, -1), x, self.layer.weight.T)
+
+    model, x = ByHand(), torch.randn(8, 16)
+    assert [call.weight for call in covered(model, lambda: model(x)).others] == ["layer.weight"]
+
+
 def test_a_step_that_fails_leaves_nothing_and_one_without_products_is_refused() -> None:
     model, x = Block(), torch.randn(2, 8, 17)
     with pytest.raises(RuntimeError):

@@ -14,9 +14,11 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, DeviceFacts, Scalar, Work
 from fp8bench.model.raw import Filling
+from fp8bench.model.readings import Reading
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions
+from fp8bench.worker import prepared as prepared_module
 from fp8bench.worker.clock import PhaseClock, calibrate, marks_of_step
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State
@@ -255,8 +257,8 @@ class Moving(Workload):
 FILLING = Filling(4, 1e-3)
 
 
-def ready_to_move(share: float) -> Prepared:
-    device, stamper = Waiting(), HostStamper()
+def ready_to_move(share: float, device: Device | None = None) -> Prepared:
+    device, stamper = device or Waiting(), HostStamper()
     states = (State(share, None, FiniteState(None), ()),)
     return Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
 
@@ -268,6 +270,27 @@ def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, 
         prepared.slot(8, 0, filling)
     wrong = prepared.check().wrong
     assert wrong.startswith("its steps take another time than the phase clock has counted") if moved else not wrong
+
+
+class Late(Waiting):
+    """Notices 10 ms late that it is done."""
+
+    def synchronise(self, index: int) -> None:
+        time.sleep(10e-3)
+
+
+@for_each(("waited", "accused"), [(0.0, True), (20e-3, False)])
+def test_a_host_that_waits_for_a_core_is_not_a_step_that_lies(
+    waited: float, accused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot's end, which a machine with too much work notices late, is not accused for that."""
+    totals = count(0.0, waited)
+    read = {name: Reading(0.0, "", "test") for name in ("preemptions", "steal")}
+    monkeypatch.setattr(prepared_module, "counters", lambda: {**read, "waited": Reading(next(totals), "s", "test")})
+    prepared = ready_to_move(0.0, Late())
+    for _ in range(3):
+        prepared.slot(2, 0)
+    assert bool(prepared.check().wrong) is accused
 
 
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])

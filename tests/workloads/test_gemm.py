@@ -149,6 +149,8 @@ def test_sizes_give_the_products_of_the_model_that_they_describe() -> None:
         ("hidden:64/ffn:128/heads:2/layers:3", "'layers:3' is not one of hidden:N, ffn:N"),
         ("hidden:64/hidden:64/ffn:128/heads:2", "each once"),
         ("hidden:0/ffn:128/heads:2", "from 1 to"),
+        ("llama3", "sweep, hidden:4096/ffn:14336/heads:32/kv:8, or one of gpt2, .*; the nearest is 'llama3-8b'"),
+        ("12x", "deepseek-v3$"),
     ],
 )
 def test_sizes_that_are_no_model_are_refused_in_words(text: str, words: str) -> None:
@@ -158,7 +160,7 @@ def test_sizes_that_are_no_model_are_refused_in_words(text: str, words: str) -> 
 
 def test_a_model_may_be_asked_for_by_that_name() -> None:
     """`--set model=` adds to `--set shape=`, and neither brings the shapes that are measured without both."""
-    asked = Request("gemm", axes=(("model", ("gpt2",)), ("shape", ("8",)), ("product", ("forward",))))
+    asked = Request("gemm", axes=(("model", ("GPT2",)), ("shape", ("8",)), ("product", ("forward",))))
     layers = [dict(group.cases[0].case.params).get("layer") for group in make_plan(asked, [CPU]).groups]
     assert layers == [None, "gpt2/qkv", "gpt2/out", "gpt2/up", "gpt2/down"]
 

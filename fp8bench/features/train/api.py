@@ -104,10 +104,10 @@ def train(
     skip: str | Iterable[str] = (),
     **options: Any,
 ) -> TrainingResult:
-    """Train the same model in several precisions side by side; returns what was kept.
+    """Train the same model in several precisions side by side; returns the stored training.
 
-    A `make` that a worker cannot import is trained in this process. Raises Fp8benchError for what cannot be done; what
-    happens in a step is an event. `training.results` are the rows of --csv as a pandas frame.
+    A `make` that a worker cannot import is trained in this process. Raises Fp8benchError for a bad request;
+    events of a step are lines. `training.results` are the rows of --csv as a pandas frame.
 
     make: a function that returns a model of your own with its batches, or 'module:function'
     """
@@ -183,7 +183,7 @@ def resume_training(
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingResult:
     """Returns a stored training; its `.results` are the rows of --csv.
 
-    training: its id, its folder, or 'last'; a KeptTraining is returned as it is
+    training: its id, its folder, or 'last'; a KeptTraining is returned unchanged
     """
     if not isinstance(training, KeptTraining):
         training = read_training(find_training(str(training), folder("store", store)))
@@ -203,33 +203,30 @@ def watch(
     scaler: Any = None,
     precision: str = "fp32",
     health: bool = True,
-    on_alarm: Callable[[TrainingEvent], object] | None = None,
+    on_alarm: Callable[[TrainingEvent], object] | str | None = None,
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
-    in_step: bool = False,
     eager: bool = False,
 ) -> Iterator[OwnLoop]:
-    """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
-    steps.
+    """Watch your training loop in a `with` block: a row for each step, and the whole module every `stride` steps.
 
-    A step ends when the optimizer takes one. The loss is what the module returns (a number, or what is called `loss`),
-    else the number that backward begins with; or give it by `loss(value)` of the block's object.
+    A step ends when the optimizer takes one. The loss is the module's output (a number, or its `loss`), else the
+    number that backward begins with; or give it by `loss(value)` of the block's object.
 
     module: what is trained
     optimizer: what updates it
     path: a new file for the lines of the training
     told: a function that gets the lines; without it alarms go to stderr. What it raises ends the loop
     name: what the loop is called where it is compared
-    stride: the whole module is looked at every so many steps
+    stride: steps from one reading of the whole module to the next
     tokens: the tokens of a step, for tokens per second
     scaler: the GradScaler of the loop
     precision: what the module is trained in: decides what alarms advise, and layers that only cast inside are measured
-    eager: True: watched steps run compiled modules without compilation, so that their layers are watched, too
+    eager: True: watched steps run compiled modules without compilation, so that their layers are watched
     health: False: no rules look at the lines, so that there are no alarms
-    on_alarm: a function that gets each alarm; what it raises ends the loop
+    on_alarm: a function that gets each alarm, and ends the loop by what it raises; or a command that runs for each
     log: where curves are logged as they come, tensorboard[:DIR] or wandb[:PROJECT]
     live: a page of the stream in `path`, written again while the loop runs
-    in_step: True: the optimizer is in its first step already, and watching begins with the second
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
     from fp8bench.features.train.lab.own_ranks import Ranks
@@ -237,14 +234,16 @@ def watch(
     # Without a second arm, comparing rules find nothing.
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     if live is not None and path is None:
-        raise UsageError("live shows what is in a stream, and none is kept. Give a path, too.")
+        raise UsageError("live shows the stream in a file. Give a path as well.")
     training = replace(watched_training(f"{name}-{secrets.token_hex(4)}", [name]), started=now())
     page = None if live is None else Path(live)
     with ExitStack() as stack:
         is_first = Ranks.number() == 0
         keep = _kept_in(Path(path), stack) if path is not None and is_first else None
-        targets = log_targets(log if is_first else ())
-        outside = stack.enter_context(outward(_Notes(), Path(path or ""), page if is_first else None, targets))
+        targets = log_targets(log)
+        command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
+        sinks = (page, targets, command) if is_first else (None, (), "")
+        outside = stack.enter_context(outward(_Notes(), Path(path or ""), *sinks))
         outside.begun(training)
 
         def tell(lines: Lines) -> None:
@@ -255,13 +254,13 @@ def watch(
             try:
                 (complain_of if told is None else told)(lines)
                 for line in lines:
-                    if on_alarm is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
-                        on_alarm(line)
+                    if call is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
+                        call(line)
             except Exception as error:
                 loop.ends_by = error
                 raise
 
-        options = (name, stride, tokens, scaler, in_step, precision, eager)
+        options = (name, stride, tokens, scaler, precision, eager)
         loop = OwnLoop(module, optimizer, tell, *options)
         stack.enter_context(loop)
         del module, optimizer  # watching keeps no model in memory that its loop has dropped

@@ -125,7 +125,7 @@ def check_training(request: TrainingRequest) -> None:
 def _check_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
     renewed = settings.refresh_scales is not None or settings.saturation_bound is not None
     if renewed and settings.compile == "yes":
-        raise UsageError("scales cannot be renewed in a compiled graph. Choose --compile no, or keep them as they are.")
+        raise UsageError("scales cannot be renewed in a compiled graph. Choose --compile no, or do not renew them.")
     for option, is_given in (("--refresh-scales and --saturation-bound", renewed), ("--then", bool(settings.then))):
         if is_given and request.ranks is not None:
             raise UsageError(f"{option} work in one process, and --ranks asks for several. Leave one of them out.")
@@ -350,7 +350,7 @@ def check_room(training: Training, costs: Iterable[ArmCost]) -> None:
     reference, *_ = arms = arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
     measured = [costs_by_arm.get(reference.name if arm.is_band else arm.name) for arm in arms]
-    # What all arms keep between steps, plus the most that a step of one adds.
+    # Bytes that all arms keep between steps, plus the largest number that a step of one adds.
     needed = most_added = 0
     for cost in measured:
         if cost is None or cost.memory is None:

@@ -1,4 +1,4 @@
-"""Trainings in a store: their folders and files, and how they are found, listed, shown, reported and logged.
+"""Trainings in a store: their folders and files, and how to find, list, show, report and log them.
 
 A folder is `<store>/trainings/<utc>-<commit8>-<id>/`. `steps.jsonl` has the training in its first line, then a line for
 every observation, synced slice by slice. `places.json` says where a killed training can be resumed: the length of the
@@ -59,7 +59,7 @@ _MAKE_ROOM = "What was kept before is in it; make room, or choose another --stor
 
 @dataclass(frozen=True)
 class ResumePlace:
-    """A place to resume a training: before a step of a seed, counted from 0, with `length` bytes of its stream.
+    """A place to resume a training: ahead of a step of a seed, counted from 0, with `length` bytes of its stream.
     `folder` is that of the checkpoint, '' before a seed's first step, which needs none. `out` says why arms are no
     longer trained. `digest` is of the stream's lines at that time, '' in older files."""
 
@@ -93,7 +93,7 @@ class TrainingWriter(LineWriter):
         return self.path.parent.resolve() / _CHECKPOINTS / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
-        """Makes this a place to resume at. Of the earlier ones, the last checkpoint is kept."""
+        """Makes this a place to resume at, and keeps the last earlier checkpoint."""
         # The place names its checkpoint, which is on disk first.
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
@@ -156,7 +156,7 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _places(path: Path) -> tuple[ResumePlace, ...]:
-    """Returns the places before which the stream is intact; if there is none, the first step of the first seed."""
+    """Returns the places up to which the stream is intact, or else the first step of the first seed."""
     file = path.with_name(_PLACES)
     try:
         plain = json.loads(read_file(file))
@@ -180,7 +180,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
-    """Returns the folder of the newest checkpoint and its place; None if there is none."""
+    """Returns the folder of the newest checkpoint and its place, or None."""
     place = _places(path)[-1]
     return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
 
@@ -194,7 +194,7 @@ def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
 
 
 def find_training(word: str, store: Path) -> Path:
-    """Like KIND.find, with 'last' for the newest; raises RunNotFound if there is none."""
+    """Like KIND.find, with 'last' for the newest; raises RunNotFound if nothing is found."""
     newest = KIND.newest(store)
     path = newest if word == "last" else KIND.find(word, store)
     if path is None:
@@ -314,7 +314,7 @@ class TrainingKind(Kind[KeptTraining]):
         for path in self.files(store):
             if (path.parent / _CHECKPOINTS).is_dir():
                 try:
-                    # Only the last line says whether the training is finished.
+                    # Only the last line shows whether the training is finished.
                     ended = sheet_of(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
                 except OSError:  # then it is unknown whether they are needed
                     continue
@@ -405,7 +405,10 @@ class SizesKind(Kind[ModelSweep]):
         trainings = tuple(map(load_training, paths))
         sizes = Sizes(trainings, "+".join(training.training.id for training in trainings))
         models = {training.request.settings.model for training in trainings}
-        comparable = len(models) == len(paths) and not any(training.request.settings.make for training in trainings)
+        # The trend is that of the model's size only if nothing else differs.
+        requests = [training.request for training in trainings]
+        alike = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
+        comparable = len(models) == len(paths) and len(alike) == 1 and not requests[0].settings.make
         return sizes if comparable and sizes.arms else None
 
     def view(self, sweep: ModelSweep) -> View:

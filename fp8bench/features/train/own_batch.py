@@ -22,7 +22,7 @@ _WARM, _TIMED = 2, 8
 def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> Capacity:
     """Returns the largest batch within `limit` bytes of tensors, with the seconds of its steps. Drops the arms that the
     worker has."""
-    # An arm with other micro-batches has a batch of its own, which would replace the one that is tried.
+    # An arm with other micro-batches has a separate batch, which would replace the one that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
     search = Search(config_of(training.request.settings, 1).batch, LARGEST_BATCH, limit)
     lab = lab_of(worker, FIRST_SECONDS)

@@ -169,8 +169,8 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         yield Lines(
             f"{name}-{role}s",
             f"{arm}: largest magnitudes of {role}s by layer",
-            "Watched steps of the first seed: the largest magnitude, times its scale where it has one, against the "
-            "middle of its line. A scale that follows its tensor keeps the line flat.",
+            "Watched steps, of several seeds those of the first: the largest magnitude, times its scale where it has "
+            "one, against the middle of its line. A scale that follows its tensor keeps the line flat.",
             tuple(map(units.whole, steps)),
             ChartAxis("octaves from its middle"),
             tuple(series),
@@ -205,10 +205,13 @@ def _draw_losses(training: KeptTraining, curves: Curves, ends: Sequence[int]) ->
             seeds = [_window_means(curve, ends) for curve in curves_of_arm(curves, arm.name).values()]
             banded = arm.role is ArmRole.REFERENCE
             series.append((arm.name, tuple(_mark_loss(losses, banded) for losses in _by_end(seeds, ends))))
-    words = (
-        f"Means over seeds, each over the last {many(last_of(training.request.steps), 'step')}. The band is "
-        "the range of the reference over its seeds. Alarms of any seed stand at their steps."
-    )
+    window = f"the last {many(last_of(training.request.steps), 'step')}"
+    words = f"Means over {window}. Alarms are at their steps."
+    if training.request.seeds > 1:
+        words = (
+            f"Means over seeds, each over {window}. The band is the range of the reference over its seeds. Alarms of "
+            "any seed are at their steps."
+        )
     axis = ChartAxis(f"{_unit(training)}, by steps done")
     return Lines("loss", "Training loss over steps", words, _places(ends), axis, _flag_alarms(training, series, ends))
 
@@ -225,7 +228,7 @@ def _draw_gaps(training: KeptTraining, curves: Curves, ends: Sequence[int], refe
     words = (
         f"Relative to {reference} in the same seed, over the last third of the steps done by then: the last point is "
         f"the verdict's gap. The band is the 95% interval over seeds; the margin is {percent}. Alarms of any "
-        "seed stand at their steps. The axis fits the last two thirds."
+        "seed are at their steps. The axis fits the last two thirds."
     )
     return Lines(
         "gap",
@@ -270,7 +273,7 @@ def _draw_held_out(training: KeptTraining) -> Lines:
         if not arm.is_band:
             by_step = (losses.get((arm.name, step)) for step in steps)
             series.append((arm.name, tuple(Mark("", fmean(values)) if values else None for values in by_step)))
-    words = "Means over seeds, of text that was never trained on."
+    words = "Text that was never trained on; means over seeds."
     axis = ChartAxis(f"{_unit(training)}, by steps done")
     return Lines("held-out", "Loss on held-out text", words, _places(steps), axis, _without_empty(series))
 
@@ -285,10 +288,13 @@ def figure_charts(judged: JudgedTraining) -> Iterator[Lines]:
         if figure.title:
             # Loops of different processes do not share memory.
             shared = figure.shared and not judged.training.is_watched
-            yield from _draw_figure(replace(figure, shared=shared), arms, by_figure.get(figure.name, ()))
+            several = judged.request.seeds > 1
+            yield from _draw_figure(replace(figure, shared=shared), arms, by_figure.get(figure.name, ()), several)
 
 
-def _draw_figure(figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, int, float]]) -> Iterator[Lines]:
+def _draw_figure(
+    figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, int, float]], several_seeds: bool
+) -> Iterator[Lines]:
     # Watched figures exist every few steps, so points are placed where there are values.
     steps = sorted({step for _, step, _ in rows})
     ends = [steps[end - 1] + 1 for end in ends_of(len(steps))] if steps else []
@@ -305,7 +311,7 @@ def _draw_figure(figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, 
         yield Lines(
             f"{figure.name.replace('_', '-')}-over-steps",
             figure.title[0].upper() + figure.title[1:],
-            f"First seed, {figure.window}.",
+            f"First seed, {figure.window}." if several_seeds else f"{figure.window[0].upper()}{figure.window[1:]}.",
             _places(ends),
             ChartAxis(f"{figure.title}, by steps done", figure.unit),
             _without_empty(series),
@@ -336,7 +342,7 @@ def _mark_loss(losses: Sequence[float], banded: bool) -> Mark | None:
 
 
 def _mark_gap(gaps: Sequence[float]) -> Mark | None:
-    """Returns the gap in percent; with one seed there is no interval."""
+    """Returns the gap in percent, with an interval for several seeds."""
     gap = gap_of([100 * gap for gap in gaps])
     if gap is None:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -223,15 +224,18 @@ Say = Callable[[str], None]
 
 @contextmanager
 def outward(
-    inner: TrainingObserver, place: Path, live: Path | None, log: Sequence[LogTarget] = ()
+    inner: TrainingObserver, place: Path, live: Path | None, log: Sequence[LogTarget] = (), on_alarm: str = ""
 ) -> Iterator[TrainingObserver]:
-    """Yields an observer that also writes a page and logs. `place` is the store, or a watched loop's stream."""
+    """Yields an observer that also writes a page, logs, and runs a command on alarms. `place` is the store, or a
+    watched loop's stream."""
     # Each sink may fail separately: the training and the others continue.
     observers: list[_Outward] = []
     if live is not None:
         observers.append(LivePage(live, place, inner.note))
     if log:
         observers.append(LiveLog(log, place, inner.note))
+    if on_alarm:
+        observers.append(AlarmCommand(on_alarm, inner.note))
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -246,7 +250,7 @@ class _Outward(TrainingObserver):
         self._training = training
 
     def _load(self) -> KeptTraining | None:
-        """Returns what was stored so far; None before the beginning."""
+        """Returns the lines stored until now; None if the training has not begun."""
         if self._training is None:
             return None
         if self._training.is_watched:
@@ -273,7 +277,7 @@ class _Several(TrainingObserver):
 
 
 class LivePage(_Outward):
-    """The report of what was stored so far, which a browser reloads until the training ends."""
+    """The report of the lines stored until now, which a browser reloads until the training ends."""
 
     def __init__(self, file: Path, place: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._place, self._say, self._clock = file, place, say, clock
@@ -299,7 +303,7 @@ class LivePage(_Outward):
             stored = self._load()
             if stored is None:
                 return
-            # During the training the page must not say that the training was cut off.
+            # During the training the page must not call it cut off.
             page = page_of(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
@@ -341,3 +345,44 @@ class LiveLog(_Outward):
         if self._logger is not None:
             for scalar in scalars:
                 self._logger.log(*scalar)
+
+
+class AlarmCommand(_Outward):
+    """Runs a command of the user's shell for each alarm, next to the training, which waits for nothing."""
+
+    def __init__(self, command: str, say: Say) -> None:
+        self._command, self._say = command, say
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def trained(self, number: int, step: int, lines: Lines) -> None:
+        for line in lines:
+            if isinstance(line, TrainingEvent) and line.kind == "alarm":
+                self._run(line)
+        for process in [process for process in self._running if process.poll() is not None]:
+            self._running.remove(process)
+            self._complain(process)
+
+    def close(self) -> None:
+        limit = time.monotonic() + _COMMAND_SECONDS
+        for process in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, limit - time.monotonic()))
+                self._complain(process)
+
+    def _run(self, alarm: TrainingEvent) -> None:
+        facts = {"ALARM": alarm.sentence, "RULE": alarm.rule, "ARM": alarm.arm, "STEP": str(alarm.step)}
+        environment = {**os.environ, **{f"FP8BENCH_{name}": value for name, value in facts.items()}}
+        try:
+            process = subprocess.Popen(self._command, shell=True, stdin=subprocess.DEVNULL, env=environment)
+        except (OSError, ValueError) as error:
+            self._say(f"--on-alarm {self._command!r} was not run ({error}); the training goes on")
+            return
+        self._running.append(process)
+
+    def _complain(self, process: subprocess.Popen[bytes]) -> None:
+        if process.returncode:
+            self._say(f"--on-alarm {self._command!r} ended with {process.returncode}; the training goes on")
+
+
+# How long the end of a training waits for commands that still run.
+_COMMAND_SECONDS = 10.0

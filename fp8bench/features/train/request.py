@@ -75,7 +75,7 @@ PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
 # The ways that divide blocks.
 CUT = ("tp", "sp")
-# What a trained model may be scored on (tasks.py).
+# Tasks that a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
 # Arms that show the effect of chance on the reference.
 BANDS = ("repeat", "one-ulp")
@@ -127,7 +127,7 @@ def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
     # Keys hold an equals sign; the class of a user's file does not.
     if name not in OPTIMIZERS and target and "=" not in target:
         return f"{name}:{target}", {key: number_of(value) for key, value in _pairs(keys)}
-    listed = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for a torch optimizer of your own"
+    listed = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for your torch optimizer"
     if name not in OPTIMIZERS:
         reason = NOT_STEPPED.get(name.lower())
         raise UsageError(f"{listed}, got {name!r:.80}{f': {reason}' if reason else ''}.")
@@ -189,7 +189,7 @@ def _count(default: int, most: int, words: str, group: str = LENGTH) -> Any:
 
 
 def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) -> Any:
-    """Returns a field that runs have, too, with a separate default and, if given, separate help."""
+    """Returns a field that runs have as well, with a separate default and, if given, separate help."""
     shared = _OF_A_RUN[name]
     return option(
         default, shared.rule, words or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
@@ -213,7 +213,7 @@ def refuse_ranks(request: Any) -> None:
         if ranks is None and (is_set or word in swept):
             raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
-        raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
+        raise UsageError("isolation=False is for one process, and ranks starts several. Leave one of them out.")
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class TrainerSettings:
     skip: tuple[str, ...] = option(
         (),
         Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
-        "layers of your own model that are not converted: kinds (head, linear), or paths with * and ?",
+        "layers of your model that are not converted: kinds (head, linear), or paths with * and ?",
         "A,B",
         WHAT,
     )
@@ -274,13 +274,13 @@ class TrainerSettings:
     optimizer: str = option(
         "adamw",
         Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _is_optimizer),
-        "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, a torch optimizer of your own; keys as in "
+        "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, your torch optimizer; keys as in "
         "torch: adamw:betas=0.9,0.95, sgd:momentum=0.9; matrices decay by weight_decay, default 0.1; default {default}",
         "NAME[:KEY=VALUE...]",
         LEARNING,
     )
     updates: str = _choice(
-        "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your own optimizer; default {default}"
+        "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your optimizer; default {default}"
     )
     schedule: str = option(
         "cosine",
@@ -303,7 +303,7 @@ class TrainerSettings:
         "",
         Rule("a training, TRAINING:ARM, or a file with a state dict", lambda value: isinstance(value, str)),
         "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
-        "file with a state dict (.pt, .safetensors), also of your own model",
+        "file with a state dict (.pt, .safetensors), also of your model",
         "TRAINING:ARM|FILE",
         WHAT,
     )
@@ -317,7 +317,7 @@ class TrainerSettings:
     )
     metric: tuple[str, ...] = option(
         (),
-        Rule("functions of your own, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
+        Rule("your functions, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
         "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
         "better, unless =lower is added",
         "MODULE:FUNCTION[=lower],...",
@@ -357,11 +357,11 @@ class TrainerSettings:
     attention: str = _choice(
         "auto",
         ("auto", "rounded", "prescaled"),
-        "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}",
-        WHAT,
+        "rounded: attention's products in the arm's precision as well; prescaled: queries first; default {default}",
+        "",
     )
     on_nan: str = _choice(
-        "stop", ("stop", "skip"), "what an arm does after a step that is not finite; default {default}"
+        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"
     )
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
@@ -417,7 +417,7 @@ class TrainingRequest:
     settings: TrainerSettings = TrainerSettings()
     steps: int = option(300, whole_number(1, MOST_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
-    seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
+    seed: int = _as_in_a_run(0, "seed", group="")
     bands: tuple[str, ...] = option(
         BANDS,
         Rule(
@@ -469,14 +469,14 @@ class TrainingRequest:
     own_batch: int | None = option(
         None,
         MEMORY_SIZE,
-        "also find the largest batch of each native arm in so much memory, like 2GiB, and compare arms at their own",
+        "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
         LENGTH,
         parse="memory",
     )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
-    isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
-    ranks: int | None = _as_in_a_run(None, "ranks", "train every arm in N processes together, each on a GPU of its own")
+    isolation: bool = _as_in_a_run(True, "isolation", group="")
+    ranks: int | None = _as_in_a_run(None, "ranks", "train every arm in N processes together, each on a separate GPU")
 
     def __post_init__(self) -> None:
         check_fields(self, TRAINING_RULES)

@@ -82,7 +82,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         return False, stored
     training, request = stored.training, stored.request
     title = f"the training {training.id}"
-    # Paths of the first command may be relative to another folder.
+    # Paths of the first command may be relative to a folder that is no longer the working directory.
     refuse_files_elsewhere(title, request.imports, request.data)
     with _ready(request, store) as (worker, text):
         for difference in _differences(training, _plan(request, worker, text)):
@@ -162,7 +162,7 @@ def _worker(request: TrainingRequest, settings: Settings) -> Worker:
 
 
 def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
-    """Checks that a user's model can be trained; the events say how much of it each arm converts."""
+    """Checks that a user's model can be trained; the events have how much of it each arm converts."""
     if not training.request.settings.make:
         return ()
     try:

@@ -49,7 +49,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass
 class SeedPace:
-    """The longest time of a step so far, from which the time limit of a worker follows."""
+    """The longest time of a step until now, from which the time limit of a worker follows."""
 
     slowest: float = 0.0
 
@@ -84,7 +84,7 @@ class TrainingRun:
 
 @dataclass
 class SeedRun(TrainingRun):
-    """Runs all arms of seed `number`, counted from 0. `out` says why arms are no longer trained; `device` reads the
+    """Runs all arms of seed `number`, counted from 0. `out` has why arms are no longer trained; `device` reads the
     device's utilization, if possible."""
 
     number: int
@@ -199,7 +199,7 @@ class SeedRun(TrainingRun):
         """Calls a method of the lab; `steps` is the number of training steps in the call, for its time limit."""
         began = time.monotonic()
         with _faults(arm):
-            # The limit follows the slowest step so far, so that a slow machine is not mistaken for a hung one.
+            # The limit follows the slowest step, so that a slow machine is not mistaken for a hung one.
             answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
         if steps:
             self.pace.took(time.monotonic() - began, steps)

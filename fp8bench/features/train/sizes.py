@@ -32,7 +32,7 @@ class SizedArm(NamedTuple):
 
 
 class Sizes(ModelSweep):
-    """Trainings of several models, the smallest first. `trends` say by how much the gap of an arm changes with
+    """Trainings of several models, the smallest first. `trends` has by how much the gap of an arm changes with
     ten times the parameters, as a share of the loss: Student's t over the slopes of single seeds."""
 
     @cached_property
@@ -57,9 +57,12 @@ class Sizes(ModelSweep):
 
 def trend_of(sizes: Sequence[SizedArm]) -> Gap | None:
     logs = [math.log10(size.training.training.parameters) for size in sizes]
-    gaps = [{pair.seed: pair.gap for pair in size.verdict.pairs} for size in sizes]
-    common = sorted(set(gaps[0]).intersection(*gaps[1:]))
-    return gap_of([_slope(logs, [by_seed[seed] for by_seed in gaps]) for seed in common])
+    gaps: dict[int, list[float]] = {}
+    for size in sizes:
+        for pair in size.verdict.pairs:
+            gaps.setdefault(pair.seed, []).append(pair.gap)
+    # Only seeds that count in every model have a slope.
+    return gap_of([_slope(logs, gaps[seed]) for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)])
 
 
 def _slope(places: Sequence[float], values: Sequence[float]) -> float:
@@ -73,7 +76,7 @@ def describe_trend(name: str, trend: Gap | None) -> str:
     """'fp8: the gap grows by +0.2 points [+0.1, +0.3] (95%) with ten times the parameters'."""
     if trend is None or trend.shown is None or trend.decides is None or trend.pairs < LEAST_PAIRS:
         pairs = trend.pairs if trend else 0
-        return f"{name}: cannot tell: {pairs} seeds count in every model, fewer than {LEAST_PAIRS}"
+        return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {LEAST_PAIRS}"
     # The interval of 99% decides, as in verdicts.
     word = "no trend is visible" if trend.decides.low <= 0 <= trend.decides.high else "the gap changes with size"
     low, high = 100 * trend.shown.low, 100 * trend.shown.high
@@ -93,7 +96,7 @@ def page_of(sizes: Sizes) -> Page:
     ]
     answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
-    bound = f"a trend among these sizes says nothing of models beyond {largest} parameters"
+    bound = f"a trend among these sizes does not extend to models beyond {largest} parameters"
     question, by_arm = "Does the gap change with the model's size?", table("sizes", "", cols, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
     title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"
@@ -109,7 +112,7 @@ def _show_gap(gap: Gap | None) -> str:
 
 def rows_of(sizes: Sizes) -> Rows:
     rows = list(_rows(sizes))
-    return tuple(rows[0]), rows
+    return tuple(rows[0]) if rows else ("arm", MODEL), rows
 
 
 def _rows(sizes: Sizes) -> Iterator[dict[str, Any]]:

@@ -80,7 +80,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = together.norms([*optimizer.update_norms, *optimizer.weight_norms])
         moved, sizes = norms[: len(norms) // 2], norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, joint(moved), joint(sizes)]).tolist()
-        messages = () if wire is None else wire.list_sent(together.rank)  # before readings send messages of their own
+        messages = () if wire is None else wire.list_sent(together.rank)  # before readings send their messages
         if readings is not None:
             together.refresh(phase)
             names = trainer.parameters

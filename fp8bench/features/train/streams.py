@@ -93,12 +93,12 @@ def loops_of(files: Sequence[Sequence[Path]], margin: float = 0.01) -> WatchedLo
 def watched_training(
     identity: str, names: Sequence[str], steps: int = 1, seeds: int = 1, margin: float = 0.01
 ) -> Training:
-    """Returns the training that stands for loops: their device, text and command are unknown."""
+    """Returns the training that stands for loops: their precisions, device, text and command are unknown."""
     nothing = TokenSpan("", 0, 0)
-    arms = [Arm(names[0], "fp32", ArmRole.REFERENCE), *(Arm(name, "fp32") for name in names[1:])]
+    arms = [Arm(names[0], "", ArmRole.REFERENCE), *(Arm(name, "") for name in names[1:])]
     request = TrainingRequest(settings=TrainerSettings(make=WATCHED), steps=steps, seeds=seeds, margin=margin)
     text = TrainingText(nothing, nothing, 0, WATCHED, "")
-    facts = DeviceFacts("cpu", 0, "", 0, "")
+    facts = DeviceFacts("", 0, "", 0, "")
     return Training(identity, "", "", request, tuple(arms), facts, Environment({}), text, 0)
 
 

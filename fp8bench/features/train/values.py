@@ -48,7 +48,7 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
-# What only candidates have.
+# Settings of candidates alone.
 _PURE: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
@@ -61,7 +61,7 @@ _PURE: dict[str, Any] = {
 @dataclass(frozen=True)
 class Arm:
     """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
-    training. `native`: the device multiplies in this precision; otherwise its speed is meaningless. `skip` says why it
+    training. `native`: the device multiplies in this precision; otherwise its speed is meaningless. `skip` is why it
     is not trained."""
 
     name: str
@@ -89,7 +89,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class SeedTask:
-    """What a worker needs to train all arms of one seed."""
+    """The task of a worker that trains all arms of one seed."""
 
     seed: int
     arms: tuple[Arm, ...]
@@ -133,7 +133,7 @@ class Training:
 
     @property
     def compared_arms(self) -> list[Arm]:
-        """Returns the reference and the arms that are compared with it, as far as they are trained."""
+        """Returns the reference and the arms compared with it, without those that are not trained."""
         return [arm for arm in self.arms if not arm.skip and not arm.is_band]
 
     @property
@@ -212,7 +212,7 @@ WIRE_BYTES = "wire_bytes"
 # mistakes of a user's loop, when they begin: gradients are not cleared, the optimizer has lost its moments, or another
 # optimizer trains another module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
-# What stands for the tokens and the maker of loops that `fp8bench.watch` saw.
+# Stands for the tokens and the maker of loops that `fp8bench.watch` saw.
 WATCHED = "watched"
 # Kinds of events. A step was not finite;
 NOT_FINITE = "not-finite"
@@ -246,8 +246,8 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped', 'resumed', or one of the kinds named above.
-    `layer` and `tensor` say where, `values` what was observed, `remedy` what may help."""
+    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or one of
+    the kinds named above. `layer` and `tensor` say where, `values` what was observed, `remedy` what may help."""
 
     kind: str
     words: str

@@ -207,7 +207,8 @@ def title_of(training: Training, changed: str = "") -> str:
     if training.is_watched:
         request = training.request
         names = join_words(arm.name for arm in training.arms)
-        return f"watched: {names}, {many(request.steps, 'step')} in {many(request.seeds, 'seed')}"
+        seeds = f" in {request.seeds} seeds" if request.seeds > 1 else ""
+        return f"watched: {names}, {many(request.steps, 'step')}{seeds}"
     about = filter(
         None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
     )
@@ -310,7 +311,8 @@ def last_figures(judged: JudgedTraining) -> Iterator[Part]:
             get_value = partial(_look_up, values, figure.name)
             cols.append(Col(figure.heading, get_value, number=True, show=figure.show))
     if names:
-        yield Part("last-step", "In the last step of the first seed", (table("last-step", "", cols, names),))
+        title = "In the last step of the first seed" if judged.request.seeds > 1 else "In the last step"
+        yield Part("last-step", title, (table("last-step", "", cols, names),))
 
 
 def _look_up(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:
@@ -350,12 +352,14 @@ def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
 def notes_of(judged: JudgedTraining) -> Iterator[str]:
     stored, verdicts = judged.kept, judged.verdicts
     yield from dict.fromkeys(event.words for event in stored.of(TrainingEvent) if event.kind == COVERAGE)
-    if not verdicts.looks:
-        watched = stored.training.is_watched
-        way = "loop.held_out(value) gives one" if watched else "return held_out from make()"
+    is_watched = stored.training.is_watched
+    # A single loop has no verdict that anything could decide.
+    if not verdicts.looks and (verdicts.arms or not is_watched):
+        way = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
+        way = way if is_watched else "return held_out from make()"
         yield f"nothing was held out, so that the training loss alone decides: {way}"
-    if stored.training.is_watched and verdicts.arms:
-        yield "loops are assumed to have had the same initial weights and batches in each seed: streams cannot tell"
+    if is_watched and verdicts.arms:
+        yield "loops are assumed to have had the same initial weights and batches in each seed: streams do not show it"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from words.notes(verdict)
@@ -389,14 +393,14 @@ def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
         return
     cols: list[Col[TrainingEvent]] = [
         Col("arm", attrgetter("arm")),
-        Col("seed", attrgetter("seed"), number=True, show=str),
+        *([Col("seed", attrgetter("seed"), number=True, show=str)] if stored.request.seeds > 1 else []),
         Col("step", attrgetter("step"), number=True, show=str),
         Col("what", attrgetter("kind")),
         Col("where", attrgetter("place")),
         Col("words", attrgetter("words")),
         Col("what may help", attrgetter("remedy")),
     ]
-    yield table("events", "", cols, events[:most], main=True, required=("arm", "seed", "step", "what"))
+    yield table("events", "", cols, events[:most], main=True, required=("arm", "step", "what"))
     if len(events) > most:
         yield Text(f"and {len(events) - most} more: the CSV has them")
 

@@ -1,1 +1,1 @@
-"""Measure: watch the training of a script of your own, without changing it."""
+"""Measure: watch your training script without changing it."""

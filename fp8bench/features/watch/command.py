@@ -18,6 +18,7 @@ from fp8bench.features.watch.script import Script, run_script
 from fp8bench.files import make_store
 from fp8bench.model.request import whole_number
 from fp8bench.registry import precisions
+from fp8bench.report.data.loggers import check_target
 
 EXAMPLES = (
     "fp8bench watch train.py --lr 3e-4  # options before train.py are fp8bench's, those behind it the script's",
@@ -43,6 +44,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=words)
     words = "run watched steps of compiled modules without compilation, to see inside; their numbers differ slightly"
     parser.add_argument("--eager", action="store_true", help=words)
+    words = "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
+    parser.add_argument("--on-alarm", default="", metavar="COMMAND", help=words)
+    add_common(parser, "--log", help="log curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
     add_common(parser, "--store", help="where streams are kept; default .fp8bench")
 
 
@@ -60,9 +64,14 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
         "tokens": arguments.tokens,
         "eager": arguments.eager,
         "precision": precisions.canonical(arguments.precision),
+        "on_alarm": arguments.on_alarm,
+        "log": tuple(map(str, arguments.log)),
     }
-    # Launchers such as torchrun start a process per rank; only the first writes.
-    rank = int(os.environ.get("RANK", "0") or 0)
+    for target in arguments.log:
+        check_target(target)
+    # Launchers such as torchrun start a process per rank; only the first writes. Others may set RANK to anything.
+    number = os.environ.get("RANK", "")
+    rank = int(number) if number.isdecimal() else 0
     stream = arguments.stream.absolute() if arguments.stream else _new_stream(arguments.store, path.stem, rank)
     if rank == 0:
         check_files({"stream": stream})

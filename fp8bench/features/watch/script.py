@@ -6,6 +6,7 @@ torch is not imported here before the script imports it, because the script may 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import importlib.util
 import io
@@ -42,7 +43,7 @@ class Script:
 
 
 def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
-    """Runs the script in this process, and ends it as the script would have: with its exit code, traceback or
+    """Runs the script in this process, and ends the process as Python would: with the script's exit code, traceback or
     signal."""
     watching = _Watching(script, say if script.writes else lambda _: None)
     ended_by: list[signal.Signals] = []
@@ -68,9 +69,9 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
 
 
 def _execute(script: Script) -> None:
-    # 1. Make the module that the script sees as its own, and that spawned workers import by its path.
+    # 1. Make the module that the script sees as `__main__`, and that spawned workers import by its path.
     main = ModuleType("__main__")
-    vars(main).update(__file__=script.path, __cached__=None, __builtins__=__builtins__)
+    vars(main).update(__file__=script.path, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = main
     # 2. Set what Python sets: arguments, and the script's folder in place of ours on the path.
     sys.argv = [script.typed, *script.arguments]
@@ -118,7 +119,7 @@ class _Watching:
             signal.signal(signal.SIGTERM, self._terminate)
 
     def end(self) -> None:
-        """Writes the remaining rows, and says what was watched."""
+        """Writes the remaining rows, and reports the watched loops."""
         if self._has_ended:
             return
         self._has_ended = True

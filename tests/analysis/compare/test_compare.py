@@ -133,7 +133,7 @@ def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> N
     for metric in ("time", "relative_time"):
         one = of(compared, metric)
         assert one.direction == "cannot tell" and "uneven" in one.labels
-        assert one.why == "the mean over all calls does not confirm what the fastest calls say"
+        assert one.why == "the mean over all calls contradicts the fastest calls"
     assert of(compared, "time", "fp32").labels == ("cross-run",)
 
 
@@ -321,7 +321,7 @@ def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[s
         assert one.ratio is not None and one.ratio.point == pytest.approx(8, rel=0.02)
     assert of(compared, "peak_memory").direction is Direction.SAME
     text = " ".join(layout.render(page_of(compared), 120).split())
-    assert f"{next(iter(facts))} was" in text and "times differ, which is no regression: B takes 1.0" in text
+    assert f"{next(iter(facts))} was" in text and "times differ, which is not a regression: B takes 1.0" in text
     assert "x to 8.0" in text and " worse" not in text.partition("verdict:")[0]
 
 

@@ -122,7 +122,7 @@ def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
     for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
         none = replace(known, arms=(first, *known.arms[1:]))
         (told,) = sentences(none)
-        assert told.startswith("nothing can be said of speed") and Savings(none).alone("a") is None
+        assert told.startswith("speed is unknown") and Savings(none).alone("a") is None
 
 
 CLAIM = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}

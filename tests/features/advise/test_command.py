@@ -20,7 +20,7 @@ def test_advice_uses_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     (store / "sensitivity" / "torn.json").write_text("{")
     code, out, _ = fp8bench("advise", "last", "--md", "advice.md")
     told = "".join(out.split())
-    assert code == 0 and "torn.jsonisnostudy" in told and "--precision-maphead=bf16" in told
+    assert code == 0 and "torn.jsonisnotastudy" in told and "--precision-maphead=bf16" in told
     assert "Does this device multiply in it? | ▲ yes |" in Path("advice.md").read_text()
 
 

@@ -168,7 +168,7 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
     ):
         with pytest.raises(UsageError, match=sentence):
             check_targets(targets, against)
-    with pytest.raises(UsageError, match=r"no inputs for torch:abs. Give a shape for each argument"):
+    with pytest.raises(UsageError, match=r"no inputs are given for torch:abs. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
     with pytest.raises(UsageError, match="or leave both out"):
         choose_axes(("torch:relu", mine), ("8x8",), None, "mine.py:inputs", "hot")

@@ -79,7 +79,7 @@ WRONG = [
     (["mine.py:product", "--shape", "8x8,4x4"], "torch:matmul cannot be measured with 8x8 float32, 4x4 float32"),
     (["mine.py:product", "--shape", "8y8"], "'8y8' is not a shape; expected sizes with x between"),
     (["mine.py:product", "--inputs", "mine.py:no_inputs"], "mine.py:no_inputs gives int without tensors"),
-    (["torch:mm"], "there are no inputs for torch:mm. Give a shape for each argument"),
+    (["torch:mm"], "no inputs are given for torch:mm. Give a shape for each argument"),
     (["absent.py:f", "--shape", "8x8"], "absent.py:f: there is no file 'absent.py' here"),
     (["mine.py:talks", "--shape", "8x8,8x8"], "mine.py:talks cannot be measured: a step printed 'hello"),
     (["mine.py:crashes", "--shape", "8x8,8x8"], "the worker crashed during 'examine'"),

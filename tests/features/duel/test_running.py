@@ -111,7 +111,7 @@ def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_
 @for_each(
     ("bad", "why", "restarts"),
     [
-        (Script(memory=2000), "out of memory beside the other side", 0),
+        (Script(memory=2000), "out of memory next to the opposite side", 0),
         (Script(threads_left=("loader",)), "1 started while preparing still run", 1),
         (Script(wrong="weights are nan"), "weights are nan", 1),
         (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the stored first session

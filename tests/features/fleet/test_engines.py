@@ -252,7 +252,7 @@ def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monk
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
         ("ray", replace(order, stays=True, options={"partition": "gpu"}), "the option address alone, not partition"),
-        ("ray", replace(order, stays=True), "does not say what devices it is for"),
+        ("ray", replace(order, stays=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
             start(engine, given, lambda jobs: None)

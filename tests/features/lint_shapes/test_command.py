@@ -30,7 +30,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 @for_each(
     ("words", "code", "said"),
     [
-        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why there is no such product"),
+        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why it does not exist"),
         ("nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
         ("gpt2 --devices l40s --dtypes fp8", 3, "head forward 8192 x 50257 x 768 8192 x 50272 x 768 N=50257 is no"),
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),

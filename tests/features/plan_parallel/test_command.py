@@ -291,7 +291,7 @@ def test_fp8_lm_needs_less_memory(say: Say, topology: Path) -> None:
     ("words", "said"),
     [
         ("llama3-8b --gpus 8 --topology h100 --states fp8-lm", "goes with FP8 products"),
-        ("llama3-8b --gpus 8 --topology h100 --recipe mxfp8", "add --dtype fp8"),
+        ("llama3-8b --gpus 8 --topology h100 --recipe mxfp8", "Add --dtype fp8"),
         ("llama3-8 --gpus 8", "required: --topology"),
         ("llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
         ("nano --gpus 3 --batch 5 --topology FILE", "cannot be divided evenly"),

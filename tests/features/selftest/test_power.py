@@ -49,7 +49,7 @@ def by_hand() -> Arms:
 
 def test_a_row_counts_verdicts_and_takes_medians() -> None:
     """Effects without trials have no row. A false alarm is no wrong sign: nothing was planted, so there is none."""
-    alarm, wrong = summarise(by_hand())
+    alarm, wrong = summarise([by_hand()])
     assert (alarm, wrong) == (
         PowerRow("product", 0.0, 0.0, 3, slower=0, faster=1, same=1, unsure=1, seconds_median=1.0, seconds_longest=1.0),
         PowerRow(
@@ -83,7 +83,7 @@ def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> 
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
     for effect in EFFECTS:
         assert result.extra(effect) == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
-    assert not result.loads and summarise(result) == []
+    assert not result.loads and summarise([result]) == []
 
 
 def test_a_trial_judges_every_effect_once() -> None:
@@ -91,7 +91,7 @@ def test_a_trial_judges_every_effect_once() -> None:
     operation = operations("text:0", CPU)[0]
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
     assert sum(map(len, result.outcomes.values())) == 2 * len(EFFECTS)
-    rows = {row.planted: row for row in summarise(result)}
+    rows = {row.planted: row for row in summarise([result])}
     assert list(rows) == list(EFFECTS) and all(row.trials == 2 for row in rows.values())
     assert rows[0.0].slower == rows[0.0].faster == 0 and rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
@@ -102,7 +102,7 @@ def test_a_trial_judges_every_effect_once() -> None:
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
     operation = Operation("small", "short", "fp32", operations("t", CPU)[0].params, 0.2)
-    for row in summarise(measure_power(slowing(50.0), CPU, operation, 1, 0)):
+    for row in summarise([measure_power(slowing(50.0), CPU, operation, 1, 0)]):
         assert row.seconds_longest < 0.2 + 3 * 64 * 9e-3  # looks come at intervals
 
 

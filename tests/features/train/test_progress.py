@@ -181,3 +181,21 @@ def test_a_log_is_never_silent_for_long(clock: Clock) -> None:
         log.trained(0, step, [row_of("fp8", 0, step)])
         clock.now += 10
     assert [line.partition(", about")[0] for line in said] == [f"seed 1/2, step {step}/20" for step in (4, 7, 10)]
+
+
+def test_a_command_runs_for_each_alarm(tmp_path: Path) -> None:
+    """It gets the alarm in its environment; the training waits for its end only, and a failure is a sentence."""
+    said = list[str]()
+    inner = NotedTraining()
+    inner.note = said.append  # type: ignore[method-assign]
+    command = (
+        f'echo "$FP8BENCH_RULE $FP8BENCH_ARM $FP8BENCH_STEP $FP8BENCH_ALARM" >> {tmp_path}/told; exit $FP8BENCH_STEP'
+    )
+    with outward(inner, tmp_path, None, on_alarm=command) as observer:
+        observer.begun(training())
+        observer.trained(0, 10, [row_of("fp8", 0, 5), alarm(0), LOOK])
+    assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).sentence}\n" and not said
+    with outward(inner, tmp_path, None, on_alarm=command) as observer:
+        observer.trained(0, 10, [alarm(3)])
+    assert len((tmp_path / "told").read_text().splitlines()) == 2
+    assert [sentence.endswith("ended with 3; the training goes on") for sentence in said] == [True]

@@ -50,7 +50,7 @@ def test_a_planted_trend_is_found_as_least_squares_finds_it() -> None:
     none = sizes_of(0.0, 1e-3)[0].trends["fp8"]
     assert describe_trend("fp8", none).startswith("fp8: no trend is visible")
     few = Sizes(tuple(sized(model, [0.01, 0.02]) for model in ("nano", "micro")), "sizes")
-    assert "cannot tell: 2 seeds count" in describe_trend("fp8", few.trends["fp8"])
+    assert "trend unknown: 2 seeds count" in describe_trend("fp8", few.trends["fp8"])
 
 
 def test_sizes_are_a_table_a_page_and_rows() -> None:
@@ -58,16 +58,18 @@ def test_sizes_are_a_table_a_page_and_rows() -> None:
     sizes, _ = sizes_of(0.002)
     text = " ".join(render(page_of(sizes)).split())
     assert text.index("nano") < text.index("micro") < text.index("gpt2-124m 124")
-    assert "says nothing of models beyond 124 M parameters" in text and "worse by" in text
+    assert "does not hold for models beyond 124 M parameters" in text and "worse by" in text
     assert [row["model"] for row in rows_of(sizes)[1]] == [*MODELS, "ten times the parameters"]
+    assert rows_of(Sizes((), "none")) == (("arm", "model"), [])
 
 
 def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
-    for model in ("nano", "micro", "nano"):
+    for model, rate in (("nano", 1e-3), ("micro", 1e-3), ("nano", 1e-3), ("micro", 2e-3)):
         kept = sized(model, [0.01] * 5)
         begun = replace(
             kept.training, id=f"{len(KIND.files(store))}{model}", started=f"2026-01-0{len(model)}T12:00:00Z"
         )
+        begun = replace(begun, request=replace(begun.request, settings=TrainerSettings(model=model, rate=rate)))
         writer = start_training(begun, store)
         writer.append(kept.lines)
         writer.finish("finished")
@@ -75,6 +77,8 @@ def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
     joined = SIZES_KIND.join(["0nano", "1micro"], store)
     assert joined is not None and [kept.training.id for kept in joined.kept] == ["0nano", "1micro"]
     assert SIZES_KIND.join(["0nano", "2nano"], store) is None  # of one model
+    # With another rate the gap would not be that of the size.
+    assert SIZES_KIND.join(["0nano", "3micro"], store) is None
     assert SIZES_KIND.join(["0nano"], store) is None and SIZES_KIND.join(["0nano", "none"], store) is None
 
 

@@ -63,7 +63,7 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
     sides = [",".join(map(str, paths)) for paths in (bf16, fp8)]
     assert main(["compare", *sides, "--store", str(tmp_path / "store")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "fp8: learns worse; worse by +2.5%" in printed and "streams cannot tell" in printed
+    assert "fp8: learns worse; worse by +2.5%" in printed and "streams do not show it" in printed
     assert main(["report", *sides, "--store", str(tmp_path / "store")]) == 0
     text = Path(capsys.readouterr().out.strip()).read_text()
     assert "Gap to the reference over steps" in text and "Streams of fp8bench.watch" in text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fp8bench.cli.main import main
+from fp8bench.features.watch.script import Script
 from tests.counts import for_each
 from tests.features.watch import scripts
 
@@ -81,7 +82,7 @@ def test_a_signal_ends_the_script_as_ever_and_leaves_a_readable_stream(tmp_path:
         assert process.wait(60) == -number
     rows = losses_of(tmp_path / "s.jsonl")
     assert len(rows) == 9 if number != signal.SIGKILL else 6 <= len(rows) <= 9
-    assert ("KeyboardInterrupt" in errors) == ("9 steps of" in errors) == (number == signal.SIGINT)
+    assert ("KeyboardInterrupt" in errors) == ("10 steps of" in errors) == (number == signal.SIGINT)
 
 
 @pytest.mark.slow
@@ -216,3 +217,22 @@ def test_wrong_usage_ends_before_the_script(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("raise SystemExit(9)")
     assert main(["watch", *words]) == 2 and message in capsys.readouterr().err
+
+
+@for_each(("rank", "writes"), [("", True), ("abc", True), ("0", True), ("1", False)])
+def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, writes: bool) -> None:
+    """RANK may be anything in a script that no launcher has started."""
+    scripts_run = list[Script]()
+
+    def note(script: Script, say: object) -> int:
+        scripts_run.append(script)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("fp8bench.features.watch.command.run_script", note)
+    (tmp_path / "script.py").write_text("")
+    assert main(["watch", "--on-alarm", "true", "--log", "tensorboard:logs", "script.py"]) == 0
+    (script,) = scripts_run
+    assert script.writes is writes and script.options["on_alarm"] == "true"
+    assert script.options["log"] == ("tensorboard:logs",)

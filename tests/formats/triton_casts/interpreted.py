@@ -54,10 +54,12 @@ class Interpreted(operators.Kernels):
             return None
         self.fused[0] += 1
         definition = kernel.definition
-        return Compiled(lambda *tensors: launch.run_plans(launch.plan_by_hand(definition, tensors), tensors))
 
-    def keep(self, *launches: object) -> None:
-        """Keeps nothing: the interpreter has no compiled kernels."""
+        def run(*tensors: torch.Tensor) -> None:
+            """Returns nothing to repeat: the interpreter has no compiled kernels."""
+            launch.run_plans(launch.plan_by_hand(definition, tensors), tensors)
+
+        return Compiled(run)
 
 
 FEWER = {"delayed": slice(0, None, 3)}

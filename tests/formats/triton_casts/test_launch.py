@@ -31,7 +31,7 @@ class Launcher:
         self.name = metadata.name
 
     def __call__(self, grid: int, high: int, deep: int, stream: int, function: int, *others: Any) -> None:
-        LAUNCHES.append((self.name, grid, stream, others[4:]))
+        LAUNCHES.append((self.name, grid, stream, others[4:]))  # behind two of metadata and two hooks
 
 
 class Utilities:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,19 @@ class Launched(Definition):
         return repeat
 
 
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the project's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fp8bench":
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
 REPEATED: list[list[int]] = []
 
 
@@ -91,12 +105,28 @@ def test_a_cast_is_defined_until_it_is_compiled_then_launched_then_repeated(by_h
     straight, turned = codes_both(x, E4M3, scale)
     addresses = [tensor.data_ptr() for tensor in (x, straight, turned, scale)]
     assert len(REPEATED) == 1 and REPEATED[0] == addresses and by_hand.fused[0] == 2
+    layouts = [
+        [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in pair] for pair in (launched, (straight, turned))
+    ]
+    assert layouts[0] == layouts[1]
     codes_both(x, E4M3, torch.ones(()))
     assert len(REPEATED) == 2
     codes_both(x.t(), E4M3, scale)
     codes_both(x[:16], E4M3, scale)
     codes_both(x.half(), E4M3, scale)
     assert len(REPEATED) == 2 and by_hand.fused[0] == 5 and by_hand.eager == 2
+
+
+def test_a_repeated_cast_is_an_operator_to_a_dispatch_mode(by_hand: operators.Kernels) -> None:
+    """Modes count operators, and see no launch of Triton's."""
+    x, scale = torch.randn(32, 48).bfloat16(), torch.tensor(2.0)
+    codes_both(x, E4M3, scale)
+    by_hand.compile(*by_hand.wanted)
+    for _ in range(2):
+        codes_both(x, E4M3, scale)
+    with Operators() as operators_called:
+        codes_both(x, E4M3, scale)
+    assert operators_called.names == ["codes"] and len(REPEATED) == 1
 
 
 def test_only_what_is_aligned_and_no_copy_is_repeated(by_hand: operators.Kernels) -> None:
@@ -140,21 +170,13 @@ def test_recipes_have_the_same_operands_by_hand(mode: str, monkeypatch: pytest.M
 
 
 def test_a_cast_with_a_tensors_scale_is_one_operator(by_hand: operators.Kernels) -> None:
-    names = []
-
-    class Operators(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     x = torch.randn(256, 384).bfloat16()
-    with Operators():
+    with Operators() as called:
         for mode in ("fp8", "fp8-delayed"):
             precisions.get(mode).arithmetic(H200).layer("one").cast_both(x, Role.INPUT)
         square_codes(x, E4M3, EXACT, both=True)
         row_codes_both(x, E4M3, EXACT, 128)
-    ours = [name.split(".")[1] for name in names if name.startswith("fp8bench")]
-    assert ours == ["current_codes", "delayed_codes", "square_codes", "row_codes_both"]
+    assert called.names == ["current_codes", "delayed_codes", "square_codes", "row_codes_both"]
 
 
 def test_who_makes_casts_is_chosen_by_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:

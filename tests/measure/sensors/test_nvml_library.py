@@ -68,7 +68,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
         "try:\n    LIBRARY.open()\nexcept NoReading as failure:\n    print(failure.reason)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here (NVML error 12)\n"
+    assert done.stdout == "the NVML library (libnvidia-ml.so.1) is missing: no NVIDIA driver here (NVML error 12)\n"
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_doubt_of_another_kind_is_told_with_its_reason_and_remedy() -> None:
     run, findings = judged((Verdict.FASTER, 0.5, Label.HANDICAP))
     reasons = {case: replace(one, label_reasons=((Label.HANDICAP, "fp32 sorts"),)) for case, one in findings.items()}
     said = " ".join(words(run, reasons, 200).split())
-    assert "Why not sure: bf16: fp32 sorts. What to do: make the reference as good as you can" in said
+    assert "Why not sure: bf16: fp32 sorts. Remedy: make the reference as fast as you can" in said
 
 
 def test_a_grid_of_the_reference_alone_has_no_speed_ups() -> None:
@@ -151,4 +151,4 @@ def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
     fp16 = run.records[1].case.id
     for hard, shown in (((), False), ((Label.CONTENDED,), False), ((Label.THROTTLED,), True)):
         told = words(run, {**findings, fp16: replace(findings[fp16], labels=hard, hard=hard, why="too hot")})
-        assert "measured beside other programs (load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown
+        assert "other programs were running (load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown

@@ -157,9 +157,9 @@ def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
     on_device = Measurement("device_peak_memory", "B", (200.0 * MIB,), Provenance.DERIVED)
     reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device))
     (panel,) = panels_of(replace(run, records=(reference, *others)), findings)
-    cases = {case.result.mode: case for case in panel.members}
-    assert share_of(*cases["fp16"]) is None
-    assert (device_share_of(*cases["bf16"]), device_share_of(*cases["fp8"])) == (1.0, 0.5)
+    cases = {case.mode: case for case in panel.members}
+    assert share_of(cases["fp16"]) is None
+    assert (device_share_of(cases["bf16"]), device_share_of(cases["fp8"])) == (1.0, 0.5)
 
 
 def test_terminal_page_and_rows_tell_one_peak() -> None:
@@ -192,6 +192,6 @@ def test_each_precision_at_its_own_batch() -> None:
     assert bf16["h for 1 G tokens"] == 1e9 / 2048 / 3600
     case_bf16, _, _ = panel.members
     assert case_bf16.best and bf16["same batch"] == 1024 / case_bf16.best
-    update = dict(phases_of(case_bf16.result))["optimizer_step"]
+    update = dict(phases_of(case_bf16))["optimizer_step"]
     assert bf16["at 8.19 k a step"] == 8192 / (2 * (2 - update) + update) and update > 0
     assert fp16["at 8.19 k a step"] == 8192 / 2

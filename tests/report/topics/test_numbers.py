@@ -83,7 +83,7 @@ def test_a_table_of_scales_has_an_end() -> None:
     )
     (table,) = of_kind(elements, Table)
     assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))
+    assert any("the table has no room for m=" in text.text for text in of_kind(elements, Text))
 
 
 NOBODY, ELEMENTWISE, GEMM, ACCUMULATE = (

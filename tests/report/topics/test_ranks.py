@@ -96,7 +96,7 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
             ["wide", "wide"],
         ]
         said = [element.text for element in elements if isinstance(element, Text)]
-        assert any("No efficiency is told where it says wide: " in sentence for sentence in said), said
+        assert any("Efficiency is unknown where the table says wide: " in sentence for sentence in said), said
     efficiencies = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
     bounds = [
         (row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in efficiencies

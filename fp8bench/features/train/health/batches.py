@@ -14,7 +14,7 @@ class SameCondition(FigureRule):
     """A time or a class is drawn for every example; lengths and settings are the same from the first step on."""
 
     name = "same-conditioning"
-    figure = "condition_again"
+    figures = ("condition_again",)
     steps = 7
     alarms_at = f"one number per example, the same in {steps} steps in turn, in which other inputs changed"
     remedies = (Remedy.LOOK_AT_DATA,)
@@ -29,7 +29,7 @@ class SameTargets(FigureRule):
     """Noise is drawn for every batch; constant targets, as of a discriminator, do not count, nor do repeated inputs."""
 
     name = "same-targets"
-    figure = "targets_again"
+    figures = ("targets_again",)
     watched = 2
     alarms_at = f"targets of the watched step before, to other inputs, in {watched} watched steps in turn"
     remedies = (Remedy.LOOK_AT_DATA,)
@@ -44,7 +44,7 @@ class LabelShift(FigureRule):
     """Batches that are drawn from one source differ as chance has it; sampling by class makes them more alike."""
 
     name = "label-shift"
-    figure = "label_shift"
+    figures = ("label_shift",)
     keep = 30
     last = 2
     least = 2.0
@@ -74,7 +74,7 @@ class PartInEval(FigureRule):
     """Batch norms, or a frozen part, may be in eval mode from the first step on; nothing changes mode afterwards."""
 
     name = "part-in-eval"
-    figure = "parts_in_eval"
+    figures = ("parts_in_eval",)
     alarms_at = "a dropout or batch norm in eval mode, in a model in train mode, that was not in the first step"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
@@ -87,7 +87,7 @@ class ReplicasApart(FigureRule):
     """Replicas that get the same gradients stay equal to the bit; parts of a model never were."""
 
     name = "replicas-apart"
-    figure = "replicas_apart"
+    figures = ("replicas_apart",)
     alarms_at = "weights of a rank that were those of this rank, and no longer are"
     remedies = (Remedy.LOOK_AT_LOOP,)
 

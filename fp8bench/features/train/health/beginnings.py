@@ -18,7 +18,7 @@ Course = list[tuple[int, float]]
 
 
 class SlowGrowth(TensorRule):
-    """What a weight learns slows down; one that grows by the same factor in every step is driven by something else.
+    """A weight that learns grows ever more slowly; one that grows by the same factor each step is driven from outside.
     Inputs of a part that begins to be used may double in forty steps."""
 
     name = "slow-growth"
@@ -69,7 +69,7 @@ class EmbeddingRow(FigureRule):
     """Rows of frequent tokens grow as a model learns, by a third in a thousand steps."""
 
     name = "embedding-row"
-    figure = "largest_row"
+    figures = ("largest_row",)
     keep = 20
     times = 2.0
     alarms_at = f"the norm of the largest row over that of the median row {times:g} times the least of {keep} readings"
@@ -87,6 +87,7 @@ class GradientVanished(HealthRule[Any]):
 
     name = "gradient-vanished"
     reads = StepRow | StepFigure
+    figures = ("weight_gradient",)
     keep = 20
     fewest = 5
     octaves = 5.0
@@ -99,7 +100,9 @@ class GradientVanished(HealthRule[Any]):
     )
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
     _norm: float = math.nan
-    _shares: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=20)))
+    _shares: dict[str, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.keep))
+    )
     # How many readings in a row are low: now, and at most before.
     _runs: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
@@ -107,7 +110,7 @@ class GradientVanished(HealthRule[Any]):
         if isinstance(line, StepRow):
             self._norm = line.gradient_norm
             return ""
-        if line.name != "weight_gradient" or not 0 < self._norm < math.inf:
+        if not 0 < self._norm < math.inf:
             return ""
         shares, (run, longest) = self._shares[line.layer], self._runs[line.layer]
         share = math.log2(line.value / self._norm) if line.value else -math.inf

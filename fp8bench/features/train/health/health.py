@@ -9,7 +9,7 @@ from typing import Any
 from fp8bench.features.train.health import batches, beginnings, loops, tensors  # noqa: F401 - their rules register themselves
 from fp8bench.features.train.health.steps import RULES, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StreamLine, TrainingEvent
+from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StepFigure, StreamLine, TrainingEvent
 from fp8bench.registry import precisions
 
 # An episode ends once a rule has found nothing for this many steps; then it may alarm again.
@@ -23,6 +23,8 @@ class Health:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
+        # The rules that read a kind of line, by its seed, arm, type and figure.
+        self._readers: dict[tuple[int, str, type, str], list[HealthRule[Any]]] = {}
         self._seeds: set[int] = set()
         self._last: dict[tuple[int, str, str, str, str], int] = {}
 
@@ -34,16 +36,24 @@ class Health:
                 if line.kind == COVERAGE and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
-            for rule in self._rules_of(line.seed, line.arm):
+            for rule in self._readers_of(line):
                 # A rule reads every line of its kinds, even between alarms.
-                words = rule.see(line) if isinstance(line, rule.reads) else ""
+                words = rule.see(line)
                 if words and self._is_new(rule, line):
                     key = (rule.arm.name, line.seed, line.step, rule.name)
                     alarms.setdefault(key, []).append(self._event(rule, words, line))
         return tuple(map(_merge_tensors, alarms.values()))
 
+    def _readers_of(self, line: StreamLine) -> list[HealthRule[Any]]:
+        figure = line.name if isinstance(line, StepFigure) else ""
+        key = line.seed, line.arm, type(line), figure
+        if key not in self._readers:
+            rules = self._rules_of(line.seed, line.arm)
+            self._readers[key] = [rule for rule in rules if rule.reads_line(line)]
+        return self._readers[key]
+
     def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
-        """Returns the rules for an arm's lines: its own, and those that compare another arm with it."""
+        """Returns the rules for an arm's lines: those about the arm, and those that compare another arm with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
             # Rules keep state, so each arm of each seed has separate instances.
@@ -56,9 +66,10 @@ class Health:
         return self._rules.get((seed, arm), [])
 
     def _forget_tensors(self, seed: int, arm: str) -> None:
-        """Restarts the rules about tensors of an arm that has changed its precision: other scales are no illness."""
+        """Restarts the rules about tensors of an arm that has changed its precision, and with it its scales."""
         rules = self._rules_of(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
+        self._readers.clear()
 
     def _pair_arm(self, arm: Arm) -> WatchedArm:
         slowest = min((factor for _, factor in self._settings.rates), default=1.0)

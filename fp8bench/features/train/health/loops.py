@@ -22,6 +22,7 @@ class LossRule(HealthRule[Any]):
     """A rule over losses; silent if another optimizer trains against the module."""
 
     reads = StepRow | StepFigure
+    figures = (OTHERS_TRAIN, "classes")
     _losses: deque[float] = newest(_LOSSES)
     _rates: deque[float] = newest(_RATES)
     _alone: bool = True
@@ -47,7 +48,7 @@ class LossRule(HealthRule[Any]):
 
 class LossBackUp(LossRule):
     """A batch may be hard, five in turn are not; another kind of text costs less than half of what was learned,
-    unless it has nothing in common, which losses alone cannot tell from wrong labels."""
+    unless it has nothing in common, which losses alone cannot distinguish from wrong labels."""
 
     name = "loss-back-up"
     stays = 5
@@ -97,6 +98,8 @@ class LossAboveGuessing(LossRule):
     """A model that learns is below it within some steps, or on its way there."""
 
     name = "loss-above-guessing"
+    # One alarm for a loss that has come back up is enough.
+    until = "loss-back-up"
     last = 8
     above = 1.25
     falling = 0.9
@@ -139,6 +142,8 @@ class NoUpdate(HealthRule[Any]):
 
     name = "no-update"
     reads = StepRow | StepFigure
+    # A watched step has a digest of all weights, which detects any change.
+    figures = ("weights_before",)
     rows = 5
     same = 3
     alarms_at = (
@@ -153,9 +158,6 @@ class NoUpdate(HealthRule[Any]):
 
     def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            # A watched step has a digest of all weights, which detects any change.
-            if line.name != "weights_before":
-                return ""
             same, self._weights = line.value == self._weights and not self._learned, line.value
             return self._count("the weights are the same to the bit", same, self.same - 1)
         if line.skipped or not math.isfinite(line.loss):
@@ -184,6 +186,7 @@ class SameInputs(HealthRule[StepFigure]):
 
     name = "same-inputs"
     reads = StepFigure
+    figures = ("inputs_again", "inputs_cycled", "inputs_period", "inputs_new", "examples")
     again = 7
     few = 128
     cycle = 4
@@ -197,9 +200,7 @@ class SameInputs(HealthRule[StepFigure]):
     _last: dict[str, float] = field(default_factory=dict)
 
     def see(self, line: StepFigure) -> str:
-        if line.name == "inputs_again" or line.name.startswith("inputs_"):
-            self._last[line.name] = line.value
-            return ""
+        self._last[line.name] = line.value
         # The number of examples comes last.
         if line.name != "examples" or "inputs_again" not in self._last:
             return ""
@@ -272,7 +273,7 @@ class NormGain(FigureRule):
     """Gains begin at 1 or 0 and move by a rate's worth a step."""
 
     name = "norm-gain"
-    figure = "gain"
+    figures = ("gain",)
     keep = 20
     times = 3.0
     least = 0.5
@@ -297,12 +298,12 @@ class LargeLogits(FigureRule):
     """E^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly."""
 
     name = "large-logits"
-    figure = "logit_range"
+    figures = ("logit_range",)
     keep = 7
     largest = 88.0
     jump = 30.0
     times = 4.0
-    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times the median of the last 7"
+    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times the median of the last {keep}"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -316,7 +317,7 @@ class GradientsLeft(FigureRule):
     """It is seen, and not concluded: the same tensors, unchanged."""
 
     name = "gradients-left"
-    figure = GRADIENTS_LEFT
+    figures = (GRADIENTS_LEFT,)
     alarms_at = "no gradient was touched between an update and the backward after it, nor between those of a step"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
@@ -328,7 +329,7 @@ class MomentsGone(FigureRule):
     """An optimizer's state only grows."""
 
     name = "moments-gone"
-    figure = MOMENTS_GONE
+    figures = (MOMENTS_GONE,)
     alarms_at = "its state has fewer parameters than before, or counts fewer steps"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
@@ -340,7 +341,7 @@ class DuplicateInputs(FigureRule):
     """A loader draws each example once an epoch; what is drawn with replacement repeats few of many."""
 
     name = "duplicate-inputs"
-    figure = "duplicates"
+    figures = ("duplicates",)
     keep = 3
     share = 0.5
     alarms_at = f"in {keep} batches {share:.0%} of the examples equal another, of eight or more of as many values"
@@ -357,6 +358,7 @@ class DataDrift(HealthRule[StepFigure]):
 
     name = "data-drift"
     reads = StepFigure
+    figures = (OTHERS_TRAIN, "input_mean", "input_deviation")
     first = 10
     last = 4
     noise = 6.0
@@ -368,12 +370,12 @@ class DataDrift(HealthRule[StepFigure]):
     remedies = (Remedy.LOOK_AT_DATA,)
     _alone: bool = True
     _first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _last: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=4)))
+    _last: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=DataDrift.last)))
 
     def see(self, line: StepFigure) -> str:
         # Inputs that another model makes change as it learns.
         self._alone &= line.name != OTHERS_TRAIN
-        if line.name not in ("input_mean", "input_deviation") or not self._alone:
+        if not self._alone:
             return ""
         first, last = self._first[line.name], self._last[line.name]
         if len(first) < self.first:

@@ -46,13 +46,14 @@ def newest(length: int) -> Any:
 class HealthRule(ABC, Generic[L]):
     """One kind of problem in a training: a subclass with a `name` is applied to every training, and documented.
 
-    It reads the lines of the types in `reads`. `alarms_at` says when it alarms, the docstring of a rule justifies the
-    limit. With `compares` it also reads the rows of the arms that its arm is compared with. While the rule named by
-    `until` alarms, this one is silent.
+    It reads the lines of the types in `reads`, and only figures with a name in `figures`, or all if that is empty.
+    `alarms_at` describes when it alarms, the docstring of a rule justifies the limit. With `compares` it also reads the
+    rows of the arms that its arm is compared with. While the rule named by `until` alarms, this one is silent.
     """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
+    figures: ClassVar[tuple[str, ...]] = ()
     alarms_at: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
@@ -64,9 +65,13 @@ class HealthRule(ABC, Generic[L]):
         if "name" in vars(cls):
             RULES.append(cls)
 
+    def reads_line(self, line: Any) -> bool:
+        is_other = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
+        return isinstance(line, self.reads) and not is_other
+
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
-        """The remedies for what the last alarm said."""
+        """The remedies for the last alarm."""
         return self.remedies
 
     @classmethod
@@ -96,7 +101,8 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss."""
+    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss. A model that
+    has memorised its data loses nearly nothing by a spike."""
 
     name = "gradient-norm-spike"
     keep = 50
@@ -105,20 +111,24 @@ class GradientSpike(HealthRule[StepRow]):
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
+    lost = 0.1
     alarms_at = (
         f"{times:g} times the median of {fewest} to {keep} steps, and the square of the largest multiple of {longer};"
-        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs"
+        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs, and by "
+        f"{lost:.0%} of what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest(keep)
     _losses: deque[float] = newest(keep)
     _multiples: deque[float] = newest(longer)
+    _first: float = math.nan
 
     def see(self, line: StepRow) -> str:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
             return ""
         alarm = self._judge(norm, loss) if len(norms) >= self.fewest else ""
+        self._first = loss if math.isnan(self._first) else self._first
         norms.append(norm)
         losses.append(loss)
         return alarm
@@ -128,10 +138,10 @@ class GradientSpike(HealthRule[StepRow]):
         usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
-            # The largest multiple so far is normal for this training.
+            # The largest multiple until now is normal for this training.
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
             middle = median(self._losses)
-            is_far = loss - middle > self.far * (max(self._losses) - middle)
+            is_far = loss - middle > max(self.far * (max(self._losses) - middle), self.lost * (self._first - middle))
             if math.sqrt(multiple) > most or is_far:
                 return f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
         self._multiples.append(multiple)
@@ -139,8 +149,8 @@ class GradientSpike(HealthRule[StepRow]):
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do. What is
-    learned by heart moves by so little that bursts stay below the first updates."""
+    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds the effect of a batch. A model
+    that has learned by heart moves so little that bursts stay below the first updates."""
 
     name = "update-norm-burst"
     until = "loss-back-up"
@@ -173,6 +183,7 @@ class LossPlateau(HealthRule[Any]):
 
     name = "plateau"
     reads = StepRow | StepFigure
+    figures = ("entropy",)
     entropy = 0.03
     least = 100
     often = 10
@@ -193,8 +204,7 @@ class LossPlateau(HealthRule[Any]):
 
     def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            if line.name == "entropy":
-                self._entropies.append(line.value)
+            self._entropies.append(line.value)
             return ""
         if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
             return ""
@@ -249,7 +259,7 @@ class NotFiniteStep(HealthRule[StepRow]):
 
 
 class GradientScale(HealthRule[StepRow]):
-    """What is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches."""
+    """A steeper loss changes the loss as well; a factor alone comes from a loss scale, a sum, or micro-batches."""
 
     name = "gradient-scale"
     last = 3
@@ -287,8 +297,8 @@ class GradientScale(HealthRule[StepRow]):
 
 
 class LossGap(HealthRule[StepRow]):
-    """Batches and dropout should be the same in both arms, and chaos does little. What differs besides the arithmetic
-    explains a gap before it does: batches are the same where losses rise and fall together."""
+    """Batches and dropout should be the same in both arms, and chaos does little. Other differences than
+    that of the arithmetic explain a gap first: batches are the same where losses rise and fall together."""
 
     name = "loss-gap"
     compares = True
@@ -331,7 +341,10 @@ class LossGap(HealthRule[StepRow]):
         if gap <= self.margin:
             return ""
         self._difference = self.find_difference(self._pairs)
-        cause = self._difference or "nothing else differs, so its arithmetic does it"
+        alike = (
+            "rate, loss scale, tokens, clipping and batches are the reference's, so that its arithmetic is suspected"
+        )
+        cause = self._difference or alike
         return f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps: {cause}"
 
     @classmethod

@@ -232,7 +232,7 @@ def of(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-# Readings with one scale, while magnitudes moved by at least so many octaves, from which on a history counts as stale.
+# A history counts as stale from this number of readings with one scale on, if magnitudes moved by this many octaves.
 _STALE_READINGS, _STALE_OCTAVES = 2, 0.5
 
 
@@ -257,15 +257,12 @@ class FigureRule(HealthRule[StepFigure]):
     """A rule over one figure, separately for each layer; the last `keep` values are kept."""
 
     reads = StepFigure
-    figure: ClassVar[str]
     keep: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
 
     def see(self, line: StepFigure) -> str:
-        if line.name != self.figure:
-            return ""
         last = self._last[line.layer]
         last.append(line.value)
         return self.judge(line, last)
@@ -284,6 +281,7 @@ class EmbeddingCollapse(HealthRule[Any]):
 
     name = "embedding-collapse"
     reads = StepRow | StepFigure
+    figures = ("embedding_spread",)
     keep = 20
     share = 0.75
     worse = 1.02
@@ -294,13 +292,13 @@ class EmbeddingCollapse(HealthRule[Any]):
     )
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
     _losses: deque[float] = newest(losses)
-    _spreads: dict[str, Spreads] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=20)))
+    _spreads: dict[str, Spreads] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=EmbeddingCollapse.keep))
+    )
 
     def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepRow):
             self._losses.append(line.loss)
-            return ""
-        if line.name != "embedding_spread":
             return ""
         loss = median(self._losses or [math.inf])
         spreads = self._spreads[line.layer]
@@ -317,6 +315,7 @@ class LayerStill(HealthRule[Any]):
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
+    figures = ("embedding_spread", "gain", "rate_share", "weight_gradient", "steps_without_gradient", "update_ratio")
     share = 0.1
     keep = 3
     steps = 10
@@ -372,13 +371,15 @@ class LayerStill(HealthRule[Any]):
         if self._gradients and (step != line.step or math.isnan(gradient)):
             self._moved[line.layer] = math.nan
             return ""
-        # What decay alone moves says nothing about how fast others learn.
+        # A layer that only decays does not show how fast the others learn.
         self._moved[line.layer] = line.value if gradient else math.nan
         moving = [value for value in self._moved.values() if 0 < value < math.inf]
         usual = median(moving) if moving else 0.0
         # A layer may be slow intentionally, by --rates or its group.
         slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
-        low = line.value < self.share * slowest * usual
+        # A rate of 0 from the start freezes a group; one that becomes 0 while others learn is a mistake.
+        stopped = line.value == 0 < usual and line.layer in self._has_moved
+        low = stopped or line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
         if line.value > 0:
             self._has_moved.add(line.layer)
@@ -388,10 +389,10 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """E^-88 is the least normal number of fp32: beside such a score every other key counts nothing."""
+    """E^-88 is the least normal number of fp32: next to such a score no other key counts."""
 
     name = "attention-score-overflow"
-    figure = "attention_score"
+    figures = ("attention_score",)
     largest = 88.0
     alarms_at = f"a score of {largest:g}"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
@@ -406,7 +407,7 @@ class BatchNormDrift(FigureRule):
     """A momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths."""
 
     name = "batch-norm-drift"
-    figure = "batch_norm_drift"
+    figures = ("batch_norm_drift",)
     keep = 3
     far = 1.0
     alarms_at = f"{keep} readings above 1 standard deviation of the batch, from the 6th on: they begin anywhere"

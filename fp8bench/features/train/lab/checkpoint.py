@@ -61,7 +61,7 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int)
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        # The user can fix a full disk: the error says so, and the training can be resumed.
+        # The user can make room on a full disk, as the error asks, and resume the training.
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}

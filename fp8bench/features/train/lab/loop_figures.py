@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import TensorWeakRef
 
 from fp8bench.features.train.lab.low_precision import Parameters, Tensors
 from fp8bench.features.train.lab.readings import Number
@@ -52,22 +51,24 @@ def without_wrappers(module: nn.Module) -> tuple[nn.Module, str]:
 
 class Mark(NamedTuple):
     """A gradient with its version, and the version of its parameter. It keeps no gradient in memory; an `id` would be
-    that of the next gradient, which often gets the same memory."""
+    that of the next gradient, which often gets the same memory. A tensor has the same weak reference all its life."""
 
-    gradient: TensorWeakRef
+    gradient: weakref.ref[Tensor]
     version: int
     weight_version: int
 
     def is_untouched(self, parameter: Tensor) -> bool:
         gradient = parameter.grad
-        return gradient is not None and self.gradient() is gradient and local(gradient)._version == self.version
+        return (
+            gradient is not None and weakref.ref(gradient) is self.gradient and local(gradient)._version == self.version
+        )
 
 
 class LoopHabits:
     """Observes what a loop does with a module and its optimizer; `pop_mistakes` returns each new mistake once."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        # A script may drop its optimizer and go on with another: watching must not keep it in memory.
+        # A script may drop its optimizer and make a new one: watching must not keep it in memory.
         self._optimizer_ref = weakref.ref(optimizer)
         self._own = {id(parameter) for parameter in module.parameters()}
         self._marks = self._mark_gradients()
@@ -109,9 +110,11 @@ class LoopHabits:
         """Detects gradients that were not cleared, and add up, because nothing has touched them since the last
         backward."""
         self._began = True
-        pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
-        untouched = [mark.is_untouched(parameter) for parameter, mark in pairs if mark is not None]
-        self._was_cleared |= not untouched or not all(untouched)
+        if self._was_cleared:
+            return
+        # Usually the first gradient has been cleared, and no other is looked at.
+        marked = self._marked()
+        self._was_cleared = not marked or not all(mark.is_untouched(parameter) for parameter, mark in marked)
 
     def end_backward(self) -> bool:
         """Returns whether the backward has reached parameters of the optimizer."""
@@ -126,14 +129,16 @@ class LoopHabits:
     def find_discarded_gradients(self) -> str:
         """Returns 'skipped' if the gradients of a backward were cleared, and neither an optimizer nor anything else
         has changed the weights since. 'used' if something has, '' if gradients remain or there was no backward."""
-        pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
-        marked = [(parameter, mark) for parameter, mark in pairs if mark is not None]
-        cleared = all(self._is_cleared(parameter, mark) for parameter, mark in marked)
-        if not self._began or not marked or not cleared:
+        marked = self._marked() if self._began else []
+        if not marked or not all(self._is_cleared(parameter, mark) for parameter, mark in marked):
             return ""
         # Another optimizer's loss may pass through this module, as a GAN's does.
         changed = any(parameter._version != mark.weight_version for parameter, mark in marked)
         return "used" if self._others_stepped or changed else "skipped"
+
+    def _marked(self) -> list[tuple[Tensor, Mark]]:
+        pairs = zip(parameters_of(self._optimizer), self._marks, strict=False)
+        return [(parameter, mark) for parameter, mark in pairs if mark is not None]
 
     @staticmethod
     def _is_cleared(parameter: Tensor, mark: Mark) -> bool:
@@ -153,7 +158,7 @@ class LoopHabits:
         self._set(MOMENTS_GONE, states < self._states or age < self._age or moments_zeroed)
 
     def rate(self) -> float:
-        """Returns the highest rate of all groups; NaN for an optimizer that finds its own."""
+        """Returns the highest rate of all groups; NaN for an optimizer without rates."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
 
     def end_update(self) -> None:
@@ -196,7 +201,7 @@ def _mark_of(parameter: Tensor) -> Mark | None:
     if gradient is None:
         return None
     # FSDP2 adds to the shard, which leaves the version of the whole unchanged.
-    return Mark(TensorWeakRef(gradient), local(gradient)._version, parameter._version)
+    return Mark(weakref.ref(gradient), local(gradient)._version, parameter._version)
 
 
 # Receives the single number that a backward begins from, detached at its end; None if it begins from anything else.
@@ -258,16 +263,20 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 def fingerprint_of(inputs: Any) -> tuple[Tensor | None, int]:
     """Returns a number that is equal for equal inputs and differs for others, and the number of examples."""
-    tensors = [tensor.detach() for tensor in tensors_in(inputs) if tensor.numel()]
-    if not tensors:
-        return None, 0
-    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    for tensor in tensors:
+    total: Tensor | None = None
+    examples = 0
+    for tensor in tensors_in(inputs):
+        if not tensor.numel():
+            continue
         # A sample of evenly spaced values is enough for moments, at the same cost for any batch.
-        flat = tensor.flatten()
+        flat = tensor.detach().flatten()
         values = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
-        total = total + (values * _vector(values.shape, values.device)).sum().to(total.device)
-    return total, len(tensors[0]) if tensors[0].ndim else 1
+        number = (values * _vector(values.shape, values.device)).sum()
+        if total is None:
+            total, examples = number, len(tensor) if tensor.ndim else 1
+        else:
+            total = total + number.to(total.device)
+    return total, examples
 
 
 def data_figures(inputs: Any) -> dict[str, Number]:

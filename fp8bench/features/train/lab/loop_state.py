@@ -28,8 +28,10 @@ class LoopState:
     def update_begins(self, optimizer: Optimizer) -> bool:
         """Counts parameters without a gradient; returns whether moments were zeroed since the last update."""
         for parameter in parameters_of(optimizer):
-            absent = self._absent.get(id(parameter), 0) + 1
-            self._absent[id(parameter)] = absent if parameter.grad is None else 0
+            if parameter.grad is None:
+                self._absent[id(parameter)] = self._absent.get(id(parameter), 0) + 1
+            elif self._absent:
+                self._absent.pop(id(parameter), None)
         moments = _first_moments(optimizer)
         # Only a tensor that was written outside of a step is read, which waits for its device.
         written = [moment for moment, mark in zip(moments, self._marks, strict=False) if _mark(moment) != mark]

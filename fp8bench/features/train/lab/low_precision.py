@@ -138,7 +138,7 @@ class _BFloat16:
         return self.operand.data.to(torch.float32)
 
     def end(self) -> None:
-        """Does nothing, because there is no scale to adapt."""
+        """Does nothing, because the scale is fixed."""
 
 
 class AutomaticScale:

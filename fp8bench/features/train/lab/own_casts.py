@@ -85,6 +85,9 @@ class LayerCast:
 def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast | None:
     """Returns how the module casts that operand: by its own scales or configuration, or else as declared; None if it
     does not multiply or nothing was declared."""
+    # A plain layer of torch keeps no scales.
+    if type(module).__module__.startswith("torch.nn.") and not declared:
+        return None
     if not multiplies(module):
         return None
     place, index = _TE_PLACES[role]
@@ -121,8 +124,8 @@ def unpack(x: Tensor) -> tuple[Tensor, TensorCast | None]:
     if not isinstance(data, Tensor) or data.element_size() != 1:
         return x, None
     # torchao keeps what values were multiplied by, Transformer Engine its inverse.
-    inverse, factor = getattr(x, "_scale_inv", None), getattr(x, "_scale", None)
-    scale = inverse.reciprocal() if isinstance(inverse, Tensor) else factor
+    inverse = getattr(x, "_scale_inv", None)
+    scale = inverse.reciprocal() if isinstance(inverse, Tensor) else getattr(x, "_scale", None)
     if not isinstance(scale, Tensor):
         return x, None
     name = str(getattr(x, "_fp8_dtype", data.dtype)).lower()

@@ -53,12 +53,10 @@ class OwnLoop:
         stride: int = 10,
         tokens: int = 0,
         scaler: Any = None,
-        in_step: bool = False,
         precision: str = "fp32",
         eager: bool = False,
     ) -> None:
-        """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded. `in_step`: the optimizer
-        is taking its first step, whose loss is over; watching begins with the second. `precision` is what
+        """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded. `precision` is what
         layers that only cast inside are measured in; `eager`: watched steps run without compilation."""
         if stride < 1:
             raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
@@ -72,8 +70,7 @@ class OwnLoop:
         self._habits = LoopHabits(module, optimizer)
         self._batches, self._state, self._replicas = BatchMemory(), LoopState(module), Replicas(module)
         self._ranks = Ranks()
-        self._step, self._began, self._in_step = 0, 0.0, in_step
-        self._first_watched = int(in_step)
+        self._step, self._began, self._in_step, self._first_watched = 0, 0.0, False, 0
         self._losses: list[Tensor] = []
         self._roots: list[Tensor] = []
         # The scale by which the last backward's loss was multiplied.
@@ -91,7 +88,7 @@ class OwnLoop:
         self._seen: WatchedStep | None = None
         self._hooks, self._attached = ExitStack(), ExitStack()
         self._has_ended = False
-        # What a user's function has raised on lines: it ends the loop.
+        # The exception of a user's function of lines: it ends the loop.
         self.ends_by: Exception | None = None
         # The optimizer is not kept: when a script drops it, watching ends and the module is free as well.
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._release())
@@ -115,9 +112,17 @@ class OwnLoop:
             self._hooks.callback(handle.remove)
         self._hooks.enter_context(listening(guard(self._backward_begins), guard(self._end_backward)))
         self._hooks.enter_context(self._habits.listening())
-        if not self._in_step:
-            self._begin()
+        self._begin()
         return self
+
+    def begin_in_step(self) -> None:
+        """Leaves out the step that the optimizer is taking now, whose loss is over."""
+        self._attached.close()
+        self._seen, self._in_step, self._first_watched = None, True, 1
+
+    @property
+    def is_updating(self) -> bool:
+        return self._in_step or self._in_update
 
     def __exit__(self, *_: object) -> None:
         """Removes all hooks and passes on the remaining rows, however the loop has ended."""
@@ -225,7 +230,7 @@ class OwnLoop:
             self._batches.see_targets(root)
 
     def _end_backward(self, root: Tensor | None) -> None:
-        # The backward of another model changes no gradient of this one.
+        # A backward of other models leaves these gradients unchanged.
         has_reached = self._habits.end_backward()
         self._losses_used = len(self._losses)
         if root is not None and has_reached and self._module.training:
@@ -256,23 +261,27 @@ class OwnLoop:
     @torch.no_grad()
     def _read_gradients(self) -> None:
         self._habits.update_begins(self._state.update_begins(self._optimizer))
-        trained = parameters_of(self._optimizer)
-        gradients = {id(parameter): parameter.grad for parameter in trained if parameter.grad is not None}
-        if not gradients:
+        parameters = [parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None]
+        if not parameters:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer undoes a GradScaler's scale itself
-        norms = dict(zip(gradients, self._norms_of(list(gradients.values())), strict=True))
-        norm = joint(list(norms.values()))
+        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+        norm = joint(self._norms_of(_join_small(list(map(local, gradients))) if self._ranks.size == 1 else gradients))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
-            self._before = [local(parameter).detach().clone() for parameter in self._trained_parameters.values()]
+            trained = self._trained_parameters
+            self._before = [local(parameter).detach().clone() for parameter in trained.values()]
             sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in self._before])
             digest = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
             self._seen.named["weights_before", ""] = digest
             self._seen.named |= self._replicas.figures(self._step, digest)
-            names = self._trained_parameters.items()
-            self._seen.see_gradients({name: norms[id(weight)] for name, weight in names if id(weight) in norms})
+            matrices = {path: weight.grad for path, weight in trained.items() if weight.ndim > 1}
+            self._see_gradients({path: gradient for path, gradient in matrices.items() if gradient is not None})
+
+    def _see_gradients(self, gradients: dict[str, Tensor]) -> None:
+        assert self._seen is not None
+        self._seen.see_gradients(dict(zip(gradients, self._norms_of(list(gradients.values())), strict=True)))
 
     def _norms_of(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         """Returns the norms of tensors; of several ranks, what this one contributes to each."""
@@ -296,9 +305,10 @@ class OwnLoop:
         ratio: Tensor | float = math.nan
         if self._seen is not None and self._before:
             trained = self._trained_parameters
-            now = list(map(local, trained.values()))
-            differences = torch._foreach_sub(now, self._before)
-            moved, sizes = torch._foreach_norm(differences), torch._foreach_norm(self._before)
+            sizes = torch._foreach_norm(self._before)
+            # In place: new tensors of this size cost as much time as the subtraction.
+            torch._foreach_sub_(self._before, list(map(local, trained.values())))
+            moved = torch._foreach_norm(self._before)
             names = tuple(trained)
             self._seen.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
             shares = [math.sqrt(self._ranks.share(parameter)) for parameter in trained.values()]
@@ -394,6 +404,19 @@ class OwnLoop:
         joined = self._ranks.join(rows, tuple(lines), last) if rows or lines or last else ()
         if joined:
             self._told(joined)
+
+
+# Gradients with fewer elements are joined: the norm of each takes as long as that of all.
+_SMALL = 1 << 12
+
+
+def _join_small(gradients: list[Tensor]) -> list[Tensor]:
+    """Returns tensors with the same elements, of which only one is small."""
+    small = [tensor for tensor in gradients if tensor.numel() < _SMALL and not tensor.is_sparse]
+    if len(small) < 2 or len({(tensor.dtype, tensor.device) for tensor in small}) > 1:
+        return gradients
+    large = [tensor for tensor in gradients if tensor.numel() >= _SMALL or tensor.is_sparse]
+    return [*large, torch.cat([tensor.flatten() for tensor in small])]
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -21,8 +21,14 @@ from fp8bench.features.train.values import UNSEEN, Lines, StepRow, TrainingEvent
 
 # Rank 0 waits at most this long for the last rows of the others, when all have finished.
 _LAST_SECONDS = 10.0
-# All ranks run the same script, so that a loop has the same number on each.
+# All ranks run the same script, so that a store has the same number on each.
 _numbers = itertools.count()
+
+
+def make_store() -> Any:
+    """Returns a part of the process group's key-value store that nothing else uses."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"fp8bench-{next(_numbers)}", store)  # type: ignore[attr-defined]
 
 
 class Ranks:
@@ -33,8 +39,7 @@ class Ranks:
         self._store: Any = None
         self.size = dist.get_world_size() if _is_initialized() else 1
         if self.size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"fp8bench-{next(_numbers)}", store)  # type: ignore[attr-defined]
+            self._store = make_store()
         self._sent = 0
         # Batches of rank 0 that wait for the rows of the others: number, rows and the lines after them.
         self._waiting: deque[tuple[int, list[StepRow], Lines]] = deque()

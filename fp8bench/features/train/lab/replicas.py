@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8bench.features.train.lab.own_ranks import make_store
 from fp8bench.features.train.lab.readings import Number
 
 
@@ -20,7 +21,7 @@ class Replicas:
         group = torch.distributed
         several = group.is_available() and group.is_initialized() and group.get_world_size() > 1
         sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
-        self._store: Any = group.distributed_c10d._get_default_store() if several and not sharded else None
+        self._store: Any = make_store() if several and not sharded else None
         if self._store is not None:
             self._rank = group.get_rank()
             self._partners = [0] if self._rank else list(range(1, group.get_world_size()))
@@ -55,4 +56,4 @@ _KEPT, _ROUNDING = 4, 1e-7
 
 
 def _key(step: int, rank: int) -> str:
-    return f"fp8bench weights {step} {rank}"
+    return f"{step} {rank}"

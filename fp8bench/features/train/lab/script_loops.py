@@ -16,6 +16,7 @@ from torch import nn
 from fp8bench.errors import Fp8benchError
 from fp8bench.features.train.api import complain_of, watch
 from fp8bench.features.train.lab.loop_figures import parameters_of, without_wrappers
+from fp8bench.features.train.lab.own_loop import OwnLoop
 from fp8bench.features.train.values import Lines, StepRow
 from fp8bench.jobs.report_files import Pages, report_of, short_path
 from fp8bench.report.words.naming import many
@@ -24,7 +25,7 @@ Say = Callable[[str], None]
 
 
 class ScriptLoops:
-    """Watches each optimizer from its second step on, in a stream of its own."""
+    """Watches each optimizer from its second step on, in a separate stream."""
 
     def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], say: Say) -> None:
         """`stream` is the first loop's file; pages are written to the reports of `store`."""
@@ -36,13 +37,17 @@ class ScriptLoops:
         """Begins to watch an optimizer that takes its first step."""
         if optimizer in self._optimizers:
             return
-        # An optimizer inside another one, as of ZeroRedundancyOptimizer, steps along with it.
-        outer = set[int]()
-        for other in self._optimizers:
-            outer.update(map(id, parameters_of(other)))
         self._optimizers.add(optimizer)
-        if not outer.issuperset(map(id, parameters_of(optimizer))):
-            self._watch(optimizer)
+        parameters = set(map(id, parameters_of(optimizer)))
+        for loop in self._loops:
+            if not parameters <= loop.parameters:
+                continue
+            # An optimizer inside another one, as of ZeroRedundancyOptimizer, steps along with it.
+            if loop.watched.is_updating:
+                return
+            # A new optimizer of the same parameters, as for a second phase, takes over.
+            loop.stack.close()
+        self._watch(optimizer)
 
     def close(self) -> None:
         """Writes the remaining rows of all loops."""
@@ -53,9 +58,9 @@ class ScriptLoops:
         """Says where the streams are, and the command that shows them."""
         for loop in self._loops[:_REPORTED]:
             path = short_path(loop.path)
-            if loop.rows:
+            if loop.steps:
                 shown = _write_page(loop.path, self._store) or f"fp8bench report {path}"
-                self._say(f"{many(loop.rows, 'step')} of {loop.title} watched: {shown}")
+                self._say(f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {shown}")
             else:
                 self._say(f"no loss of {loop.title} was seen: {path} has no steps. {_LINE}")
         if len(self._loops) > _REPORTED:
@@ -74,7 +79,8 @@ class ScriptLoops:
             return
         number = len(self._loops) + 1
         path = self._stream if number == 1 else self._stream.with_name(f"{self._stream.stem}.{number}.jsonl")
-        loop = _Watched(path, f"{type(without_wrappers(module)[0]).__name__} by {kind}")
+        title = f"{type(without_wrappers(module)[0]).__name__} by {kind}"
+        loop = _Watched(path, title, frozenset(map(id, parameters_of(optimizer))))
         watched = watch(
             module,
             optimizer,
@@ -82,10 +88,10 @@ class ScriptLoops:
             told=loop.see,
             name=self._stream.stem if number == 1 else f"{self._stream.stem}.{number}",
             scaler=find_scaler(optimizer),
-            in_step=True,
             **self._options,
         )
-        loop.stack.enter_context(watched)
+        loop.watched = loop.stack.enter_context(watched)
+        loop.watched.begin_in_step()
         self._loops.append(loop)
         self._say(f"watching {loop.title} from its second step on: {short_path(path)}")
 
@@ -96,12 +102,16 @@ _LINE = "Add a line before its loop, and indent the loop: with fp8bench.watch(mo
 
 
 class _Watched:
-    def __init__(self, path: Path, title: str) -> None:
-        self.path, self.title, self.rows = path, title, 0
+    """A loop with its stream; `steps` is 1 more than the last step that has a row, `parameters` are identities."""
+
+    watched: OwnLoop
+
+    def __init__(self, path: Path, title: str, parameters: frozenset[int]) -> None:
+        self.path, self.title, self.parameters, self.steps = path, title, parameters, 0
         self.stack = ExitStack()
 
     def see(self, lines: Lines) -> None:
-        self.rows += sum(isinstance(line, StepRow) for line in lines)
+        self.steps = max([self.steps, *(line.step + 1 for line in lines if isinstance(line, StepRow))])
         complain_of(lines)
 
 
@@ -113,7 +123,7 @@ def _write_page(stream: Path, store: Path) -> str:
 
 
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Returns the outermost module that holds all parameters of an optimizer, and none of another optimizer's."""
+    """Returns the outermost module that holds all parameters of an optimizer, without those of the other optimizers."""
     trained = set(map(id, parameters_of(optimizer)))
     modules: list[nn.Module] = _instances(nn.Module)
     others = set[int]()
@@ -128,7 +138,7 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     if not holders:
         return None
     found = min(holders, key=lambda module: sum(1 for _ in module.modules()))
-    # 2. Out of it, as long as nothing belongs to another optimizer. A list of layers is never called.
+    # 2. Its parents, unless they hold parameters of other optimizers. A list of layers is never called.
     while parents := [module for module in holders if any(child is found for child in module.children())]:
         parent = min(parents, key=lambda module: len(held[module]))
         is_called = type(found).forward is not nn.Module.forward

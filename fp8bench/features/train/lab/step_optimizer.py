@@ -1,4 +1,4 @@
-"""StepOptimizer updates an arm's weights by optimizers of torch: listed ones by name, or a user's own. HighAccumulation
+"""StepOptimizer updates an arm's weights by optimizers of torch: listed ones by name, or a user's. HighAccumulation
 wraps any torch optimizer for weights in low precision: gradients add up in high precision, updates are applied in low.
 
     optimizer = fp8bench.HighAccumulation(model.parameters(), lambda masters: torch.optim.SGD(masters, lr=0.1))
@@ -121,7 +121,7 @@ class Bucket:
     def update(self, share: float, divisors: Tensors, skip: Tensor) -> bool:
         """Takes the optimizer's step at a share of its rates, unless `skip` is 1; returns False if it was skipped."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        # Set a share of the rates for this step only; a user's schedule sets them, too.
+        # Set a share of the rates for this step only; a user's schedule sets them as well.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * share

@@ -1,4 +1,4 @@
-"""How several ranks train one model together: how a batch or the model is divided, and what ranks send each other.
+"""Ranks that train one model together: how they divide a batch or the model, and what each sends.
 
 Gradients are averaged after the last micro-batch, not during backward as in torch's DDP. DDP regroups them after its
 first step, so that a resumed training would add them up in another order.
@@ -201,7 +201,7 @@ class FullySharded(DataParallel):
 
     def _check(self, sums: Tensor) -> None:
         """Compares what this rank received with sums that were sent separately: no other rank has these rows."""
-        # Float sums in another order differ by rounding: the bound follows from the magnitudes.
+        # The order of a float sum changes its rounding: the bound follows from the magnitudes.
         expected_sums = self._group.add_over_ranks(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
             received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()

@@ -80,15 +80,15 @@ class ModelWatch:
         self.parameters = {path: parameter for path, parameter in inner.named_parameters() if parameter.requires_grad}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
         self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
-        tables = {path for path, module in inner.named_modules() if isinstance(module, nn.Embedding)}
-        self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
+        self._tables = {path: module for path, module in inner.named_modules() if _is_embedding(path, module)}
+        self.embeddings = {path for path in self.weights if path in self._tables or _is_embedding(path)}
         self.gains = gains_of(inner)
         self.device = next(iter(self.parameters.values())).device
 
     def table(self, layer: str) -> Tensor:
         """Returns an embedding's values as the model looks them up: rounded to its precision."""
-        module = dict(without_wrappers(self.model)[0].named_modules()).get(layer)
-        arithmetic = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
+        own_arithmetic = getattr(self._tables.get(layer), "arithmetic", None)
+        arithmetic = getattr(self.model, "around", {}).get(layer, own_arithmetic)
         return cast_to(local(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
@@ -203,7 +203,7 @@ class Finder:
         self.see(name, role.value, source, backward, find_scale)
         if self.place is None:
             rounded = arithmetic.restore(operand, torch.float32)
-            self.see(name, f"{role.value} as it was rounded", rounded, backward, find_scale)
+            self.see(name, f"{role.value} after rounding", rounded, backward, find_scale)
 
 
 def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
@@ -224,6 +224,8 @@ class WatchedStep:
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
         self._watch = watch
+        # The input that was read last, its version and cast: queries, keys and values share one.
+        self._last_input: tuple[Tensor, int, LayerCast | None, Figures] | None = None
         # The module that was entered last, whose attention it is.
         self._inside = ""
         begin_peak(watch.device)
@@ -302,10 +304,19 @@ class WatchedStep:
             return
         first = next(filter(lambda value: isinstance(value, Tensor), (*inputs, *named.values())), None)
         if first is not None:
-            self._see(path, Role.INPUT, first, self._find_cast(module, Role.INPUT))
+            self._see_input(path, first, self._find_cast(module, Role.INPUT))
         if output.requires_grad and output.numel() > 1:
             see = partial(self._see, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
             output.register_hook(self._guard(see))  # type: ignore[no-untyped-call]
+
+    def _see_input(self, path: str, x: Tensor, cast: LayerCast | None) -> None:
+        last, key = self._last_input, (path, str(Role.INPUT))
+        if last is not None and last[0] is x and last[1:3] == (x._version, cast):
+            self.tensors.setdefault(key, last[3])
+            return
+        self._see(path, Role.INPUT, x, cast)
+        if key in self.tensors:
+            self._last_input = (x, x._version, cast, self.tensors[key])
 
     def _find_cast(self, module: nn.Module | None, role: Role) -> LayerCast | None:
         if module is None or not self._watch.is_foreign:
@@ -352,6 +363,10 @@ def is_watched(step: int, stride: int) -> bool:
     missed."""
     number = step // stride
     return step % stride == (random.Random(number).randrange(stride) if number else 0)
+
+
+def _is_embedding(path: str, module: nn.Module | None = None) -> bool:
+    return isinstance(module, nn.Embedding) or path.rpartition(".")[2] == "embedding"
 
 
 def _has_weights(module: nn.Module) -> bool:

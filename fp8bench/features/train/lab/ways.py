@@ -170,7 +170,7 @@ class ZeroTensors(FullySharded):
         return tuple(filter(None, faults))
 
     def _fault(self, words: str, wrong: Tensor, place: Tensor) -> str:
-        """Names the first wrong tensor; '' if there is none."""
+        """Returns the name of the first wrong tensor, or ''."""
         tensors = wrong.any(-1).view(-1, len(place)).any(0).nonzero().flatten().tolist()
         return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
 

@@ -56,11 +56,12 @@ class Curve:
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        return tuple(row.loss for row in self.rows)
+        """The loss of each step; NaN for a script's first one, which is over when watching begins."""
+        unwatched = min(1, self.rows[0].step) if self.rows else 0
+        return (*[math.nan] * unwatched, *(row.loss for row in self.rows))
 
     @property
     def whole(self) -> bool:
-        # A script's first step is over when watching begins.
         first = self.rows[0].step if self.rows else 0
         return first <= 1 and len(self.rows) == self.steps - first
 
@@ -152,7 +153,7 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
     """Returns the gap of the loss as if the training had ended after each of these numbers of steps, from the means
-    over the last third of them. Steps without a finite loss in both count in neither. NaN if there is no share."""
+    over the last third of them. Steps without a finite loss in both arms are left out. NaN without a share."""
     pairs = list(zip(reference.losses, arm.losses, strict=False))
     gaps = []
     for end in ends:
@@ -162,7 +163,7 @@ def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
 
 
 def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
-    """Returns the gap of (reference, arm) losses that are finite in both. None if there is no share."""
+    """Returns the gap of (reference, arm) losses that are finite in both. None without a share."""
     # Otherwise a step that one arm skipped would count only for the other.
     both = [pair for pair in losses if math.isfinite(sum(pair))]
     old, new = map(sum, zip(*both, strict=True)) if both else (0.0, 0.0)

@@ -130,7 +130,7 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     reference = stored.training.arms[0].name
     energies = {line.arm: energy_of(line.energy) for line in stored.of(ArmCost) if line.energy is not None}
     events = Counter(event.arm for event in stored.of(TrainingEvent))
-    # A watched step has no time of its own.
+    # A watched step has no time.
     paces = together(
         (row.arm, row.seconds / row.tokens) for row in stored.of(StepRow) if row.seconds > 0 and row.tokens
     )
@@ -218,7 +218,7 @@ def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class TrainedEnergy:
-    """`joules` are those of a step, by its windows; `why` says why they are missing."""
+    """`joules` are those of a step, by its windows; `why` is the reason if they are missing."""
 
     joules: Range | None
     why: str = ""
@@ -249,7 +249,7 @@ class ScoreVerdict:
 
 # Values by seed.
 _Values = Mapping[int, float]
-_AT_CHANCE = "at chance, like the reference: it says nothing about precisions"
+_AT_CHANCE = "at chance, like the reference: it shows nothing about precisions"
 _IN_BF16 = "quantised:bf16"
 
 

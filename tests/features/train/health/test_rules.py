@@ -321,7 +321,7 @@ def test_rules_find_more_than_one_kind(name: str, lines: Callable[[], Iterable[S
 
 
 @for_each(("changes", "words", "remedy"), [
-    ({}, "nothing else differs, so its arithmetic does it", "this layer in bf16"),
+    ({}, "are the reference's, so that its arithmetic is suspected", "this layer in bf16"),
     ({"rate": 5e-4}, "its rate is 0.5 times as large", "the reference's rate"),
     ({"clipped": 0.4}, "clipping takes 40% more of its gradients", "the reference's rate"),
     ({"loss_scale": 256.0}, "its loss scale is 256 times as large", "the reference's rate"),
@@ -400,6 +400,29 @@ def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times
         loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50,
     )
     assert alarms(noisy) == [("gradient-norm-spike", step) for step in steps]
+
+
+@for_each(("first", "steps"), [(3.0, []), (0.11, [70])])
+def test_a_spike_of_a_loss_that_is_learned_by_heart_is_no_alarm(first: float, steps: list[int]) -> None:
+    """The same step alarms if the loss has not come down before."""
+
+    def loss(step: int) -> float:
+        if step < 3:
+            return first
+        return 0.2 if step == 70 else 0.1 + step % 7 / 500
+
+    spike = rows(90, gradient_norm=lambda step: 12.0 if step == 70 else 1.0, loss=loss)
+    assert alarms(spike) == [("gradient-norm-spike", step) for step in steps]
+
+
+def test_a_layer_whose_rate_becomes_0_is_found() -> None:
+    """Its group's share of the highest rate is 0 from then on, as if that were meant."""
+    lines = list[StreamLine]()
+    for line in updates(lambda number: 1.0 if number < 5 else 0.0):
+        if isinstance(line, StepFigure) and line.value == 0:
+            lines.append(replace(line, name="rate_share"))
+        lines.append(line)
+    assert alarms(lines) == [("layer-stands-still", 60)]
 
 
 def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:

@@ -164,7 +164,7 @@ def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
     ("arm", "name", "factor", "layer", "tensor"),
     [
         ("fp16", "blocks.0.mlp.up.weight", 7e4, "blocks.0.mlp.up", "output"),
-        ("fp16", "blocks.0.mlp.down.weight", 1e7, "blocks.0.mlp.down", "weight as it was rounded"),
+        ("fp16", "blocks.0.mlp.down.weight", 1e7, "blocks.0.mlp.down", "weight after rounding"),
         ("bf16", "head.weight", float("nan"), "head.weight", "parameter"),
         ("fp16", "blocks.0.norm_mlp.weight", 1e5, "blocks.0.norm_mlp", "output"),
     ],
@@ -185,6 +185,20 @@ def test_the_first_tensor_that_is_not_finite_is_found(
     for key, value in weights_of(lab, arm).items():
         assert torch.equal(value.nan_to_num(7), before[key].nan_to_num(7)), key
     assert lab.advance(arm, 1) == ()
+
+
+def test_lower_rate_halves_the_rate_and_survives_a_checkpoint(corpus: Corpus) -> None:
+    task = task_of(corpus, "fp16", on_nan="lower-rate", schedule="constant:warmup=0")
+    lab = lab_of(task)
+    trainer = lab._trainers["fp16"]
+    trainer.loss_scale.scale = 2.0**32
+    (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
+    trainer.loss_scale.scale = 1024.0
+    resumed = lab_of(task)
+    resumed._trainers["fp16"].recall(trainer.memory())
+    after = [rows(some.advance("fp16", 1))[0] for some in (lab, resumed)]
+    assert lowered.kind == "rate-lowered" and row.update_ratio == 0
+    assert [step.rate for step in after] == [row.rate / 2] * 2 and after[0].update_ratio > 0
 
 
 def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:

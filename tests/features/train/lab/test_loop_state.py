@@ -138,12 +138,16 @@ def test_steps_without_a_gradient_are_counted() -> None:
 @pytest.fixture
 def two_ranks() -> Iterator[tuple[Replicas, Replicas]]:
     """Replicas of both ranks in this process, with one store and without a rank to talk to."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+    import torch.testing._internal.distributed.fake_pg
 
     store = distributed.HashStore()
     distributed.init_process_group("fake", store=store, rank=0, world_size=2)
-    first, second = Replicas(nn.Linear(2, 2)), Replicas(nn.Linear(2, 2))
-    second._rank, second._partners = 1, [0]
+    first, second, other_loop = (Replicas(nn.Linear(2, 2)) for _ in range(3))
+    second._rank, second._partners, second._store = 1, [0], first._store
+    # Another loop in the same process group has other weights at the same steps.
+    other_loop._rank = 1
+    for step in range(0, 60, 10):
+        other_loop.figures(step, torch.tensor(-1.0))
     yield first, second
     distributed.destroy_process_group()
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
+from fp8bench.features.train.lab import watched_step
 from fp8bench.features.train.lab.loop_figures import data_figures, fingerprint_of, predictions_of
 from fp8bench.features.train.lab.own_loop import OwnLoop, loss_of, unwrap_optimizer
 from fp8bench.features.train.lab.watched_step import is_watched
@@ -535,3 +536,40 @@ def test_gradients_are_not_kept_after_the_loop_has_freed_them() -> None:
         gradient = weakref.ref(net.head.weight.grad)  # type: ignore[arg-type]
         optimizer.zero_grad()
         assert gradient() is None
+
+
+class SharedInput(nn.Module):
+    """Two frozen layers with the same input, and a third one after it was changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        self.q.requires_grad_(False)
+        self.k.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both: Tensor = self.q(x) + self.k(x)
+        x.mul_(2)
+        return (both + self.v(x)).square().mean()
+
+
+def test_an_input_that_layers_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, read = SharedInput(), list[Tensor]()
+    figures_of = watched_step.figures_of
+
+    def note(x: Tensor, cast: Any = None) -> Any:
+        read.append(x)
+        return figures_of(x, cast)
+
+    monkeypatch.setattr(watched_step, "figures_of", note)
+    lines = list[StreamLine]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    with fp8bench.watch(model, optimizer, told=lines.extend, stride=100):
+        model(x.clone()).backward()
+        optimizer.step()
+    inputs = {line.layer: line.amax for line in lines if isinstance(line, LayerReading) and line.role == "input"}
+    largest = float(x.abs().max())
+    assert inputs == {"q": largest, "k": largest, "v": 2 * largest}
+    assert sum(tensor.shape == x.shape for tensor in read) == 2 + 1, "two inputs and a gradient"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8bench.features.train.lab.script_loops import ScriptLoops, find_module, find_scaler
 
@@ -97,3 +98,21 @@ def test_an_optimizer_inside_another_has_no_stream(tmp_path: Path) -> None:
         loops.see_step(optimizer)
     loops.close()
     assert len(said) == 1 and "Linear by SGD" in said[0] and [path.name for path in tmp_path.iterdir()] == ["s.jsonl"]
+
+
+def test_a_second_phase_with_another_optimizer_has_its_own_stream(tmp_path: Path) -> None:
+    """The new optimizer of the same parameters takes over; the first stream ends with the rows that it has."""
+    said: list[str] = []
+    model = nn.Linear(2, 2)
+    loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: loops.see_step(optimizer))
+    for optimizer, steps in ((sgd(model.parameters()), 5), (torch.optim.Adam(model.parameters()), 4)):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 2)).square().mean().backward()
+            optimizer.step()
+    handle.remove()
+    loops.close()
+    assert len(said) == 2 and "Linear by Adam" in said[1]
+    rows = [(tmp_path / name).read_text().count('{"step":{') for name in ("s.jsonl", "s.2.jsonl")]
+    assert rows == [4, 3], "each begins with its second step"

@@ -280,7 +280,7 @@ def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     learned = verdicts_of(training(), lines({"fp8": around(0.02)}))
     assert words.effect(learned).startswith("a gap of 0.") and "another size" in words.effect(learned)
     few = verdicts_of(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
-    assert words.effect(few).startswith("with fewer than five seeds it is unknown")
+    assert words.effect(few).startswith("fewer than 5 seeds count (2), so that it is unknown")
 
 
 @for_each(("first", "whole"), [(0, True), (1, True), (2, False)])
@@ -288,3 +288,12 @@ def test_a_script_is_watched_from_its_second_step_on(first: int, whole: bool) ->
     seen = tuple(rows("a", 0, [5.0, 4.0, 3.0, 2.0, 1.0]))[first:]
     assert Curve(5, seen).whole is whole
     assert not Curve(6, seen).whole
+
+
+def test_streams_of_scripts_have_the_gap_of_their_steps() -> None:
+    """Their last step counts, though they have one row less than steps."""
+    old, new = ([scale * loss for loss in range(40, 10, -1)] for scale in (1.0, 1.1))
+    whole, watched = ([Curve(30, tuple(rows("a", 0, losses))[first:]) for losses in (old, new)] for first in (0, 1))
+    pair = pair_curves(*watched, 0)
+    assert isinstance(pair, Pair) and pair.gap == pytest.approx(0.1) and pair == pair_curves(*whole, 0)
+    assert isinstance(pair_curves(whole[0], watched[1], 0), Pair)
