@@ -45,9 +45,9 @@ FUNCTION_WORD = re.compile(
 PARTICIPLE = re.compile(
     r"_?(drawn|kept|told|said|known|given|seen|made|taken|found|shown|held_back|begun|written|sent|cut|split|spread|\w+ed)"
 )
-# Predicates, and nouns that end as participles do.
+# Tests, whose names are sentences; predicates; and nouns that end as participles do.
 NO_PARTICIPLE = re.compile(
-    r"_?(?:is|are|has|was)_.*|_?(?:\w+_)?(?:seed|speed|need|feed|bed|embed|shed|thread|spread|head)"
+    r"test_.*|_?(?:is|are|has|was)_.*|_?(?:\w+_)?(?:seed|speed|need|feed|bed|embed|shed|thread|spread|head)"
 )
 IDIOMS = (
     r"(?:^|[.:;!?] )(?:Of (?!course)|By (?!default))[a-z`]",

@@ -254,7 +254,7 @@ def test_owners_update_weights_as_one_process_does(settings: dict[str, Any]) -> 
 
 
 def sends_double(wire: Any) -> None:
-    """Sends values twice as large as its scale implies."""
+    """Sends twice the values that its scale says."""
     own = wire._send
     wire._send = lambda program, x, phase: own(program, x * 2, phase)
 
