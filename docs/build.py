@@ -1,7 +1,7 @@
-"""Builds the site: `python -m docs.build [FOLDER]`, build/site if none is named.
+"""Builds the site: `python -m docs.build [FOLDER]`, build/site by default.
 
-The pages stand beside each other as in the repository, so that links are the same here and there: what is written by
-hand is copied, the reference is made of the code, and the gallery of the reports that are committed.
+Pages keep their places in the repository, so that links work in both. Handwritten pages are copied, the reference is
+made from the code, and the gallery from the committed reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8bench.cli.main import main as fp8bench
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "site"
-# What a newcomer reads first, and what is to be known beside the commands; every other page is one of these.
+# The pages for newcomers, and those on background; all others are about commands.
 FIRST = ("tutorial", "how-to", "suites", "precisions")
 BACKGROUND = ("method", "performance", "glossary", "formats", "run-format", "gpu", "status")
 CONFIG: dict[str, Any] = {
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "smartquotes": False, "html_extra_path": ["extra"],
     "html_static_path": ["static"],
     "html_css_files": ["site.css"], "exclude_patterns": ["extra", "static"],
-    # Reports are written in a fixed style; words like these are no Python, though people mark them so.
+    # Some blocks of reports are marked as Python and are not.
     "suppress_warnings": ["misc.highlighting_failure"],
 }  # fmt: skip
 
@@ -52,9 +52,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STORE = ROOT / "tests" / "golden" / "stores" / "runs"
 GALLERY = (
     Picture("suite", "reports/sample/run.jsonl", "The answer first: speed, error, memory and energy by precision."),
-    Picture("numerics", "e35e6c3d", "What each format and scaling leaves of a tensor."),
+    Picture("numerics", "e35e6c3d", "Errors of a tensor in each format and scaling."),
     Picture("training", "8964265c", "Whether a precision still learns: losses paired over seeds, alarms, a verdict."),
-    Picture("profile", "9f3fa731", "A model of one's own: what of it was converted, and whether that pays."),
+    Picture("profile", "9f3fa731", "A user's model: which layers were converted, and whether that pays."),
     Picture("collectives", "691ae371", "Several ranks: bandwidth over size, and what a vector in FP8 loses."),
     Picture("sweep", "7ba197f1", "From which size on a precision pays."),
 )
@@ -122,9 +122,9 @@ def gallery(source: Path, scratch: Path) -> None:
     """The reports themselves, and a picture of each where there is a browser that makes it."""
     folder, store = source / "extra" / "gallery", scratch / "store"
     folder.mkdir(parents=True)
-    shutil.copytree(STORE, store)  # a report is kept beside its run, too
+    shutil.copytree(STORE, store)  # reports are also written into the store
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    parts = ["# Gallery\n\nReports of kept runs, all of CPUs; but for the first they are quick ones, as labels say.\n"]
+    parts = ["# Gallery\n\nReports of stored runs on CPUs. All but the first are quick runs, as their labels show.\n"]
     for picture in GALLERY:
         page = folder / f"{picture.name}.html"
         kept = str(ROOT / picture.kept) if "/" in picture.kept else picture.kept
@@ -150,7 +150,7 @@ def photograph(browser: str, page: Path) -> None:
 
 
 def llms(source: Path) -> str:
-    """What a language model reads first: every page as text, with its first sentence."""
+    """Returns llms.txt, an index for language models: the link of every page, with its first sentence."""
     first = (source / "index.md").read_text(encoding="utf-8").partition("```{toctree}")[0]
     lines = [*first.splitlines(), "## Pages", ""]
     for page in sorted((source / "docs").rglob("*.md")):

@@ -39,7 +39,7 @@ def table(heading: tuple[str, ...], rows: Rows) -> str:
 
 
 def plain(text: str) -> str:
-    """Help as Markdown: what stands between backticks is code, and nothing else is markup."""
+    """Returns a help text as Markdown: text in backticks is code, and nothing else is markup."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(part if part[:1] == "`" else re.sub(r"([\\*_<>\[\]#~])", r"\\\1", part) for part in parts).replace(
         "|", "\\|"
@@ -122,7 +122,7 @@ def _more(spec: MetricSpec) -> str:
 
 
 def outputs_rows() -> Rows:
-    """What rows a run has, and what they are of."""
+    """Yields the metrics of a run: names, unit, direction, column and meaning."""
     figures = [spec for spec in METRICS.values() if spec.rank is not Rank.RESTATED]
     alike = together(
         ((spec.unit, spec.better.value, spec.heading, spec.description + _more(spec)), spec) for spec in figures
@@ -132,7 +132,7 @@ def outputs_rows() -> Rows:
 
 
 def history_rows() -> Rows:
-    """What is tracked; lower is better."""
+    """Yields the tracked metrics; lower is better."""
     rows = {}
     for spec in METRICS.values():
         phase = spec.kept_where if spec.kept_where in CELL_PHASES else "\0"
@@ -183,8 +183,8 @@ def labels_page() -> str:
 
     rows = [(code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in LABELS.items()]
     return (
-        "# Labels\n\nA label stands beside a verdict: a remark takes nothing from it, a doubt makes it *perhaps*, and "
-        "a hard one leaves none. [Method](../method.md) says how each is found.\n\n"
+        "# Labels\n\nA label qualifies a verdict: a remark changes nothing, a doubt makes it *perhaps*, and a hard "
+        "label removes it. [Method](../method.md) explains how each is found.\n\n"
         + table(("label", "weight", "what it means", "usual cause", "what to do"), rows)
     )
 

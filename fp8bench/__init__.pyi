@@ -132,7 +132,7 @@ def train(
     master: Literal["fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",
-    on_nan: Literal["stop", "skip"] = "stop", refresh_scales: int | None = None,
+    on_nan: Literal["stop", "skip", "lower-rate"] = "stop", refresh_scales: int | None = None,
     saturation_bound: float | None = None, then: str = "",
     parallel: Literal["", "ddp", "zero", "fsdp", "tp", "sp"] = "", wire: Literal["fp32", "bf16", "fp8"] = "fp32"
 ) -> TrainingResult: ...

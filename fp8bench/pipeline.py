@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ from fp8bench.measure.handle import (
     Worker,
     claim_process,
     counting_worker,
+    workers_ahead,
 )
 from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
@@ -62,7 +63,7 @@ from fp8bench.store.runs.listing import running_beside, store_of, with_stored_sc
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
-# Origin of runs that re-measure selected cases of another run.
+# Origin of runs that re-measure selected cases of an earlier run.
 AGAIN = "gate"
 
 
@@ -76,19 +77,23 @@ def execute(
     note: str = "",
     cell: tuple[str, Cell] | None = None,
     sessions: Sessions = MappingProxyType({}),
+    begun: Sequence[ProcessWorker] = (),
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
     """Plans, measures and stores. Every group is in the store before the next one starts.
 
     `origin` is the entry point of the request; `folder` is in the repository whose commit is measured, by default the
     working directory; `note` is stored with the run. With a `cell` and its name in the plan, only that group is
-    measured. `sessions` are the ratios by case from earlier sessions. An interrupt (Ctrl-C) ends the run early:
-    finished work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails
-    during the run.
+    measured. `sessions` are the ratios by case from earlier sessions. `begun` are the workers of
+    `workers_ahead`; `meanwhile` is called while they import torch. An interrupt (Ctrl-C) ends the run early: finished
+    work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails during
+    the run.
     """
     # 1. Refuse, before any worker starts, what cannot be measured.
     start = time.monotonic()
     request = with_stored_scales(request, store)
-    with _ready(request, store) as ready, Meters(request.energy) as meters:
+    with _ready(request, store, begun=begun) as ready, Meters(request.energy) as meters:
+        meanwhile()
         run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
@@ -173,7 +178,7 @@ def _measure(
     start: float,
     sessions: Sessions = MappingProxyType({}),
 ) -> Run:
-    """Measures the groups one by one, storing each as soon as it is done."""
+    """Measures the groups one by one and stores each before the next."""
     worker = ready.timing
     noted: set[str] = set()
     measured: list[Record] = []
@@ -181,9 +186,10 @@ def _measure(
     errors: dict[str, tuple[Measurement, ...]] = {}
     lost: dict[str, str] = {}
     try:
+        ready.wait_for_second()
         ceilings = _ceilings(run, groups, store, ready, observer)
         for place, group in enumerate(groups):
-            # Another run on the machine is noted as soon as it is seen, because it disturbs both.
+            # Note other runs on this machine at once: each disturbs the other.
             for stem in sorted(set(running_beside(writer.path)) - noted):
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
@@ -237,26 +243,31 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
 
 
 class Ready(NamedTuple):
-    """What measuring needs: the text, the switches, a worker that times, another that does not and, if the user
-    requested counters, a worker that counts."""
+    """The text, the switches and the workers of a run: one that times, one that does not and, on request, one that
+    counts. `second` is the one that does not time, if it runs passes next to the other."""
 
     corpus: Corpus | None
     switches: Switches
     timing: Worker
     untimed: Worker
     counting: CountingWorker | None
+    second: Worker | None
 
     @property
     def text(self) -> str | None:
         return self.corpus.identity if self.corpus else None
 
+    def wait_for_second(self) -> None:
+        """Waits until the second worker has imported torch, before anything is timed."""
+        if self.second is not None:
+            with contextlib.suppress(WorkerError):  # the next request reports the reason
+                self.second.within(START_SECONDS).versions(())
+
 
 @contextmanager
-def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]:
-    """Rejects whatever can be rejected before a worker starts. Nothing else measures in this process during the block.
-
-    A worker starts at the first request to it.
-    """
+def _ready(request: Request, store: Path, write: bool = True, begun: Sequence[ProcessWorker] = ()) -> Iterator[Ready]:
+    """Rejects whatever can be rejected before a worker starts, then starts them unless they have `begun`. Nothing else
+    measures in this process during the block."""
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
@@ -270,10 +281,15 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
                 check_folder("--trace", Path(request.trace))
             check_store(store)  # before the text is written there: a new store must be created as one
         corpus = resolved.corpus(store, write)
-        timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
+        # Importing torch takes seconds, in which this process goes on.
+        if not begun and write:
+            begun = stack.enter_context(workers_ahead(request, resolved.switches.second))
+        timing, untimed = (
+            stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
+        )
         counts = request.counters and write
         counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if counts else None
-        yield Ready(corpus, resolved.switches, timing, untimed, counting)
+        yield Ready(corpus, resolved.switches, timing, untimed, counting, untimed if len(begun) > 1 else None)
 
 
 def settings_of(request: Request, corpus: Corpus | None) -> Settings:
@@ -281,11 +297,14 @@ def settings_of(request: Request, corpus: Corpus | None) -> Settings:
 
 
 @contextmanager
-def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
-    """Yields the worker that a request needs, and always closes it."""
+def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
+    """Yields the worker that a request needs, which may be `begun`, and always closes it."""
     settings = settings_of(request, corpus)
-    if request.ranks is not None:
-        worker: Worker = RanksWorker(settings, request.ranks)
+    if begun is not None:
+        worker: Worker = begun
+        begun.settings = settings
+    elif request.ranks is not None:
+        worker = RanksWorker(settings, request.ranks)
     else:
         worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
     try:
@@ -304,6 +323,7 @@ def _open_run(
     plan = make_plan(request, facts, ready.text, compares)
     remarks = examine(plan, facts, worker, Limits(request.case_timeout))
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
+    ready.wait_for_second()
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for fact in facts:
         # Settings of devices that nothing runs on would make runs look different.
@@ -348,13 +368,13 @@ def now() -> str:
 
 def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
     """Returns the worker that counts a group's operators: the untimed one, or the worker that has timed the `last`
-    group and is free, unless the untimed one has started. Compiled steps are counted elsewhere."""
+    group and is free. Compiled steps are counted elsewhere."""
     if run.origin == AGAIN or run.request.ranks is not None:
         return None  # operators of re-measured cases are known
     compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     brisk = is_brisk(run.request.brisk, run.request.budget, len(run.plan.groups))
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
-    return other if last is None or compiled or (brisk and on_gpu) or other.pid is not None else last
+    return other if last is None or compiled or (brisk and on_gpu) else last
 
 
 def share_of(budget: float | None, start: float, left: int) -> float | None:
@@ -403,4 +423,5 @@ def _group(
         errors=errors,
     )
     meter = meters.of(used) if used is not None else None
-    return GroupMeasurement(group, facts, ready.timing, observer, method, meter, untimed, ready.counting).run()
+    second = ready.second if used is not None and not used.accelerated else None
+    return GroupMeasurement(group, facts, ready.timing, observer, method, meter, untimed, ready.counting, second).run()

@@ -55,6 +55,13 @@ def typed_units() -> dict[str, tuple[float, str]]:
     return {name: (float(scale), base) for name, scale, base in (*named, ("x", 1.0, "x"), ("", 1.0, ""))}
 
 
+def scales_of(unit: str) -> Sequence[tuple[float, str]]:
+    """Returns the scales of a unit with their symbols, the largest first; SI prefixes for other units."""
+    if unit == "B":
+        return (*_BINARY, (1, "B"))
+    return _PREFIXED.get(unit) or [(scale, f"{prefix}{unit}") for scale, prefix in _SI]
+
+
 def significant(value: float, digits: int = 3) -> str:
     """Formats a number with `digits` significant digits; in exponent form only from a million up and below a
     millionth."""

@@ -1,1 +1,1 @@
-"""What asv runs: thin modules over fp8bench."""
+"""Benchmarks for asv: thin modules over fp8bench."""

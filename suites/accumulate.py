@@ -1,4 +1,4 @@
-"""What asv follows of the suite accumulate."""
+"""The suite accumulate as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

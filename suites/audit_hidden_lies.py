@@ -25,7 +25,7 @@ Lie = Callable[[Tensor, Tensor], Tensor]
 
 
 def _where(wrong: Callable[[int, int, int], bool], lie: Lie, right: Lie = product) -> Lie:
-    """A product that is another one at some sizes (M, N, K)."""
+    """A product that is wrong at some sizes (M, N, K)."""
     return lambda a, b: (lie if wrong(len(a), len(b), a.shape[1]) else right)(a, b)
 
 
@@ -300,12 +300,12 @@ HIDDEN_LIES: tuple[Kernel, ...] = (
     Kernel("a causal mask that is one off past 576", _CAUSAL, _late_mask),
     Kernel("a causal window of 1000", _CAUSAL, _window),
     Kernel("values of eight heads", _ATTENTION, _first_heads),
-    Kernel("scores of another size", _ATTENTION, _one_size),
+    Kernel("scores of a different size", _ATTENTION, _one_size),
 )  # fmt: skip
 
 
 def _at_random_places(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """Sums in another order each time."""
+    """Sums in a different order each time."""
     size = random.choice((16, 32, 64, 96))
     return kernel(sums=parts(size))(a, b)
 
@@ -364,7 +364,7 @@ UNUSUAL: tuple[Kernel, ...] = (
     Kernel("a parameter", _FP8, lambda a, b: torch.nn.Parameter(product(a, b), requires_grad=False)),
     Kernel("results in float32", _FP8, lambda a, b: rounded(a, FP8) @ rounded(b, FP8).t()),
     Kernel("a linear layer of torch's", _LINEAR, torch.nn.functional.linear),
-    Kernel("a linear layer of its own", _LINEAR, _layer()),
+    Kernel("a separate linear layer", _LINEAR, _layer()),
     Kernel("causal attention by a mask", _CAUSAL,
            lambda q, k, v: _attends(q, k, v, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril())),
     Kernel("fp16 squares", signed("product", "fp16"), _plain),

@@ -1,4 +1,4 @@
-"""What the kernels of the audit's own trial are built of: a row of a table names a kernel and replaces a step of it.
+"""Parts of the kernels that test the audit: a row of a table names a kernel and replaces one of its steps.
 
 All are written on torch alone, so that each runs on any device.
 """
@@ -51,7 +51,7 @@ class Kernel:
     remembers: bool = False
 
     def made(self) -> Callable[..., Any]:
-        """Returns the function, with an empty memory of its own."""
+        """Returns the function with a separate, empty memory."""
         return partial(self.function, {}) if self.remembers else self.function
 
 

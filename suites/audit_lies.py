@@ -1,4 +1,4 @@
-"""Kernels that lie, each as in the public thread beside it, and kernels that do not, however they sum."""
+"""Kernels that lie, each with the public thread it is taken from, and honest kernels with various orders of sums."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ LIES: tuple[Kernel, ...] = (
     Kernel("the tensor's scale inverted", _FP8, lambda a, b: product(a, b) * (LARGEST / a.float().abs().amax()) ** 2,
            "factor", "modular/modular #6600"),
     Kernel("codes read as another format's", _FP8, lambda a, b: product(a, b) / 2, "fnuz", "vllm-project/vllm #45302"),
-    Kernel("cast to another format", _FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
+    Kernel("cast to a different format", _FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
            "other-precision", "ROCm/AMDMIGraphX #2533"),
     Kernel("one scale a tensor for one a row", _ROWS, product, "too-good", "flashinfer-ai/flashinfer #3882"),
     Kernel("the codes of a byte exchanged", _MX4, _exchanged, "layout", "Comfy-Org/comfy-kitchen #41"),
@@ -272,7 +272,7 @@ LIES: tuple[Kernel, ...] = (
         lambda q, k, v: _attends(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)),
         "too-bad", "Dao-AILab/flash-attention #282",
     ),
-    Kernel("values of another head", _ATTENTION, lambda q, k, v: _attends(q, k, v.roll(1, 1)),
+    Kernel("values of a different head", _ATTENTION, lambda q, k, v: _attends(q, k, v.roll(1, 1)),
            "too-bad", "kekzl/imp #654"),
     Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends,
            "not-cast", "vllm-project/vllm #51828"),
@@ -301,7 +301,7 @@ def _torchao(x: Tensor, weight: Tensor) -> Tensor:
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=x.dtype)
     layer.weight = torch.nn.Parameter(weight.detach())
     low = Float8Linear.from_float(layer, Float8LinearConfig(emulate=True))
-    low._parameters["weight"] = weight  # a parameter of its own would be another leaf than the caller's
+    low._parameters["weight"] = weight  # a separate parameter would be a different leaf from the caller's
     return low(x)
 
 

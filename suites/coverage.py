@@ -6,15 +6,19 @@ is the median of all its other runs. A folder's rows.jsonl keeps its runs, which
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.model import Run
@@ -22,8 +26,7 @@ from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
-from suites.trials import FP8BENCH, Row, Rows, options, ran, say, scratch
-from suites.trials import load as planted
+from suites.trials import FP8BENCH, Row, options, ran, say, scratch
 
 LOADS = (0, 2, 4, 8)
 RUNS = 6  # of each case at each load
@@ -42,6 +45,8 @@ CASES: dict[str, tuple[str, ...]] = {
 # Left out, because they take longer than the times and do not change them.
 QUICKER = {"FP8BENCH_TAPE": "off", "FP8BENCH_CEILINGS": "off"}
 _SEEN = 0.02
+# A loop that ends with the process that started it.
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 # Rows are grouped by each of these.
 _BY: dict[str, Callable[[Row], str]] = {
     "load": lambda row: str(row["load"]),
@@ -51,12 +56,45 @@ _BY: dict[str, Callable[[Row], str]] = {
 }
 
 
+class Rows:
+    """Rows in a file of a folder, from which an interrupted trial goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "rows.jsonl"
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self.all: list[Row] = [json.loads(line) for line in lines]
+
+    def add(self, **row: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.all.append(row)
+        say(str(row))
+
+    def of(self, **fields: Any) -> list[Row]:
+        """Returns the rows with these values."""
+        return [row for row in self.all if all(row.get(name) == value for name, value in fields.items())]
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keeps this number of processes busy during the body."""
+    loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
+    try:
+        time.sleep(3 if count else 0)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def measured(case: str, load: int, store: Path) -> list[Row]:
     """Runs a case, and returns a row for each ratio: by the run's rounds alone, and as printed."""
     before = set(run_files(store))
     began, at_start = time.time(), os.getloadavg()[0]
     suite, dtypes, *axes = CASES[case]
-    with planted(load):
+    with busy_loops(load):
         command = [*FP8BENCH, "suite", suite, "--dtypes", dtypes, "--store", str(store)]
         ran([*command, *(word for axis in axes for word in ("--set", axis))], more=QUICKER)
     (path,) = set(run_files(store)) - before

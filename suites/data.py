@@ -1,4 +1,4 @@
-"""What asv follows of the suite data."""
+"""The suite data as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

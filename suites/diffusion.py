@@ -1,4 +1,4 @@
-"""What asv follows of the suite diffusion."""
+"""The suite diffusion as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

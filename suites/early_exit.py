@@ -1,4 +1,4 @@
-"""What asv follows of the suite early_exit."""
+"""The suite early_exit as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

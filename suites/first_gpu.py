@@ -35,7 +35,7 @@ from suites.kill import children, wait_until_gone
 from suites.trials import ROOT, conditions, environment, options, say
 
 LONGEST = 600
-# A step that ran into its limit so often could not be done.
+# A step that reached its limit this many times is given up.
 _MOST_OVERRUNS = 2
 _GRACE = 20.0
 # How many times its computed seconds a step may take, and the seconds that each may.
@@ -46,7 +46,7 @@ _NOT_ARCHIVED = frozenset({ARCHIVE, f"{ARCHIVE}.part", "lock"})
 
 
 class Row(NamedTuple):
-    """Of the table. `published` compares the figure with one of others, '' where there is none."""
+    """A row of the table. `published` compares the figure with a published one, '' without one."""
 
     line: str
     target: str
@@ -63,15 +63,13 @@ def only_native(word: str, native: Mapping[str, str]) -> str:
     return ",".join(name for name in names if native.get(base_of(name), "native") == "native")
 
 
-def command_of(files: StepFiles, native: Mapping[str, str], quick: bool) -> list[str]:
+def command_of(files: StepFiles, native: Mapping[str, str]) -> list[str]:
     """A step's words, or those that go on with what an attempt that was cut off had begun.
 
     `native:A,B` becomes those of them that the GPU multiplies.
     """
     step = files.step
-    words = [
-        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick_words if quick else ()))
-    ]
+    words = [word.format(json=files.path("json")) for word in step.words.split()]
     kind = words[1] if words[0] == "fp8bench" else words[0]
     if begun := files.begun():
         words = [*words[:2], "--resume", begun[-1].stem.split("-")[-1], *(["--json"] if kind == "train" else [])]
@@ -99,18 +97,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ended_with_parent() -> None:
-    """A step whose parent is killed alone would measure on beside the next start, which finds its run locked."""
+    """Ends a step with its parent: if the parent alone is killed, the step would keep measuring and lock its run."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
+def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str, Any]:
     """One attempt at a step, in this process's group: who kills that leaves nothing running."""
     state = files.state() or {"state": "begun", "attempts": 0, "overruns": 0}
     commit = conditions()["commit"]
     if state.get("commit", commit) != commit:  # after a mend: halves of two commits would not compare
         shutil.rmtree(files.store, ignore_errors=True)
-    command = command_of(files, native, quick)
+    command = command_of(files, native)
     state |= {
         "commit": commit,
         "attempts": state["attempts"] + 1,
@@ -137,12 +135,13 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool)
     state["seconds"] = round(time.monotonic() - start, 1)
     if state["code"] == EXIT_USAGE and "--resume" in command:  # files have changed since: its halves would not compare
         shutil.rmtree(files.store)
-        return take(files, max(1.0, limit - state["seconds"]), native, quick)
-    # An end by a signal, of the system's for want of memory say, is none of its own; time that was short is no fault.
+        return take(files, max(1.0, limit - state["seconds"]), native)
+    # An end by a signal (such as the system's when memory is exhausted) is not an answer; too little time is not a
+    # fault.
     ended = state["code"] is not None and state["code"] >= 0
     state["overruns"] += not ended and (limit >= LONGEST or state["code"] is not None)
     if ended or state["overruns"] >= _MOST_OVERRUNS:
-        state |= {"state": "ended", "quick": quick, **conditions()}
+        state |= {"state": "ended", **conditions()}
     files.write(state)
     return state
 
@@ -170,7 +169,6 @@ def go(
     steps: Sequence[FirstStep],
     folder: Path,
     seconds: float,
-    quick: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Takes steps until the time is over; one that needs more than is left makes way for those behind it.
@@ -197,9 +195,10 @@ def go(
                 say(f"{name}: left out, it takes {expected[name]:.0f} s and {max(0.0, left):.0f} s are left")
             return
         name = files.step.name
-        # A step that takes far longer than its plan, because groups begin again say, is gone on with in another call.
+        # A step that takes far longer than its plan, such as one whose groups start again, is continued in a later
+        # call.
         most = max(_LEAST_LIMIT, _SLOWER * expected[name]) if "--brisk" in files.step.words else LONGEST
-        state = take(files, min(LONGEST, left, most), native, quick)
+        state = take(files, min(LONGEST, left, most), native)
         files.write(files.state() | {"expected": round(expected[name])})
         tried.add(name)
         words = f"{name}: {state['state']} after {state['seconds']:.0f} s (computed {expected[name]:.0f})"
@@ -219,7 +218,8 @@ def archive(folder: Path) -> Path:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Puts an earlier call's archive into the folder. Raises SystemExit where it is none, or the folder has begun."""
+    """Unpacks an earlier call's archive into the folder. Raises SystemExit if it cannot be read, or the folder has
+    steps."""
     if any(folder.glob("*.state.json")):
         raise SystemExit(f"--archive: {folder} holds steps already. Leave --archive out to go on with them.")
     try:
@@ -230,7 +230,8 @@ def unpack(path: Path, folder: Path) -> None:
 
 
 def rows_of(every: Sequence[StepFiles]) -> list[Row]:
-    """A row for each line of each step. Speed in low precision is told only where casts, products and checks hold."""
+    """Returns a row for each line of each step. Speed in low precision is withheld unless casts, products and checks
+    hold."""
     probe = every[0].device()
     nothing = "" if probe.get("computes") else "no GPU that computes was seen"
     rows, trusted = [], True
@@ -245,7 +246,7 @@ def rows_of(every: Sequence[StepFiles]) -> list[Row]:
 
 
 def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any]) -> Row:
-    """Returns the row of a line: its figure with target, verdict and comparison, or why there is none."""
+    """Returns the row of a line: its figure with target, verdict and comparison, or why the figure is missing."""
     state = files.state()
     card = card_of(str(probe.get("device", {}).get("name", "")))
     target = line.target_words(card)
@@ -262,8 +263,8 @@ def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any])
         return Row(line.what, target, "-", f"could not be: {reason}")
     except (ArithmeticError, LookupError, OSError, StopIteration, TypeError, ValueError, Fp8benchError) as failure:
         return Row(line.what, target, "-", f"could not be: read from its files, {type(failure).__name__}: {failure}")
-    if nothing or state["quick"]:
-        return Row(line.what, target, measured.text, f"could not be: {nothing or '--quick measures too little'}")
+    if nothing:
+        return Row(line.what, target, measured.text, f"could not be: {nothing}")
     if measured.number is None:
         return Row(line.what, target, measured.text, "measured")
     verdict = "measured" if target == "-" else "reached" if line.reached(measured.number, card) else "missed"
@@ -272,7 +273,7 @@ def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any])
 
 
 def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
-    """What README.md and the rows of docs/status.md that steps answer are to say."""
+    """Returns the new text for README.md and for rows of docs/status.md."""
     device, verdicts = every[0].device(), iter(rows)
     if not device.get("computes"):
         return "Nothing changes: no GPU that computes was seen.\n"
@@ -314,15 +315,15 @@ def chosen(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
     known = {step.name: step for step in steps}
     names = [name for name in only.split(",") if name]
     if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"--only: there is no step {unknown[0]!r}. Choose of {', '.join(known)}.")
+        raise SystemExit(f"--only: unknown step {unknown[0]!r}. Choose of {', '.join(known)}.")
     return [known[name] for name in dict.fromkeys([steps[0].name, *names])]
 
 
 def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> None:
-    """Of these steps nothing stays. Raises SystemExit for one that nobody knows."""
+    """Deletes everything of these steps. Raises SystemExit for an unknown name."""
     known = {step.name: StepFiles(step, folder) for step in steps}
     if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"--again: there is no step {unknown[0]!r}. Choose of {', '.join(known)}.")
+        raise SystemExit(f"--again: unknown step {unknown[0]!r}. Choose of {', '.join(known)}.")
     for name in names:
         shutil.rmtree(known[name].store, ignore_errors=True)
         for path in folder.glob(f"{name}.*"):
@@ -334,8 +335,7 @@ def main() -> int:
         __doc__,
         minutes=(9.0, "that it may take"),
         out=(Path, "the folder; of an earlier start, to go on"),
-        quick=(False, "the least of each step, to rehearse: no verdict"),
-        again=(str, "steps to do anew, with commas"),
+        again=(str, "steps to repeat, separated by commas"),
         only=(str, "these steps alone, with commas, in this order; the probe comes first"),
         brisk=(False, "the steps that answer what is open, for a GPU that is lent for minutes"),
         archive=(Path, f"an earlier call's {ARCHIVE}, to go on with in a new folder"),
@@ -348,14 +348,14 @@ def main() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise SystemExit(
-                f"{asked.out} is at work in another process. Wait for it, or give another --out."
+                f"{asked.out} is in use by a different process. Wait for it, or give a different --out."
             ) from None
         steps = chosen(BRISK_STEPS if asked.brisk else STEPS, asked.only)
         if asked.archive is not None:
             unpack(asked.archive, asked.out)
         forget(steps, asked.again.split(",") if asked.again else [], asked.out)
-        # What interrupting the last step takes is part of the minutes.
-        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk, asked.quick)
+        # The minutes include the time of interrupting the last step.
+        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
         return closing(steps, asked.out)
 
 

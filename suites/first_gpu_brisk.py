@@ -132,7 +132,7 @@ class GroupClock:
 
     flops: float
     copy: float
-    # A process with a CUDA context; a suite has two, beside the command itself and its end.
+    # A process with a CUDA context; a suite has two besides the command.
     start: float = 7.5
     command: float = 3.0
     prepare: float = 0.4
@@ -184,7 +184,8 @@ def request_of_words(words: list[str]) -> Request:
 
 
 def expected_seconds(step: FirstStep, words: list[str], probe: Mapping[str, Any]) -> float:
-    """Returns the seconds that a step takes on the probed device: computed from the plan of a suite, else as told."""
+    """Returns the seconds that a step takes on the probed device: computed from a suite's plan, else the step's usual
+    seconds."""
     if not probe.get("device") or words[:2] != ["fp8bench", "suite"]:
         return step.seconds
     facts = decode(DeviceFacts, probe["device"])

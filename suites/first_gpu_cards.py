@@ -1,4 +1,4 @@
-"""What cards can do, what others have published, and what makes this machine's figures differ from both."""
+"""Limits of cards, published figures, and reasons why this machine's figures differ from both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Card(NamedTuple):
-    """What is known of a card: products and copies a second, and fp8 with casts over bf16; None where nobody knows."""
+    """Figures of a card: products and copies a second, and fp8 with casts over bf16; None where unknown."""
 
     name: str
     bf16: float | None = None

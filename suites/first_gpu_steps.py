@@ -1,4 +1,4 @@
-"""What a first GPU is to show: each step's command, its lines with what they are to reach, and how they are read."""
+"""Steps on a first GPU: commands, the lines of the table with their targets, and how figures are read."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ Reader = Callable[["StepFiles"], Measured]
 
 
 class Line(NamedTuple):
-    """A line of the table. `speed` of low precision says nothing before casts and products conform.
-
-    `target` returns the least that a card has to reach, None where nobody knows that for it; `low` holds for all cards.
-    """
+    """A line of the table. A `speed` of low precision is withheld until casts and products conform. `target` returns
+    the least that a card has to reach, None where unknown; `low` holds for all cards."""
 
     what: str
     read: Reader
@@ -60,7 +58,7 @@ class Line(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers, what --quick adds.
+    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers.
 
     A device has to multiply one of the precisions in `needs`, where there are any.
     """
@@ -70,12 +68,7 @@ class FirstStep(NamedTuple):
     seconds: int
     lines: tuple[Line, ...]
     rows: tuple[str, ...] = ()
-    quick: str = ""
     needs: tuple[str, ...] = ()
-
-    @property
-    def quick_words(self) -> list[str]:
-        return (self.quick or ("--quick" if self.words.startswith("fp8bench suite ") else "")).split()
 
     def missing_units(self, native: Mapping[str, str]) -> str:
         """Says why the step would only measure emulations on a device; '' where it would not."""
@@ -88,7 +81,7 @@ class FirstStep(NamedTuple):
 
 
 NATIVE = "native:"
-# What every GPU here multiplies, and low precision is compared with.
+# Native on every GPU here; low precision is compared with them.
 _CARRIERS = frozenset({"bf16", "fp16", "fp32", "tf32"})
 
 
@@ -115,13 +108,13 @@ class StepFiles:
         write_whole(self.path("state.json"), json.dumps(state, indent=1) + "\n")
 
     def device(self) -> dict[str, Any]:
-        """Of the probe: what it found; {} where there is no GPU."""
+        """Returns the probe's findings; {} without a GPU."""
         path = self.path("json")
         return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def store(self) -> Path:
-        """Of its own, so that what it began is all that lies there."""
+        """A separate store, so that it has only this step's runs."""
         return self.folder / "stores" / self.step.name
 
     def begun(self) -> list[Path]:
@@ -134,7 +127,7 @@ class StepFiles:
         return self.path("out").read_text(errors="replace")
 
     def why(self) -> str:
-        """The last line that it said for its end."""
+        """Returns the last line that it printed."""
         said = [self.path(kind) for kind in ("err", "out") if self.path(kind).exists()]
         lines = [line for path in said for line in path.read_text(errors="replace").splitlines()[-1:] if line.strip()]
         return lines[0][:300] if lines else "it said nothing"
@@ -157,7 +150,7 @@ class StepFiles:
         return card_of(str(StepFiles(PROBE, self.folder).device().get("device", {}).get("name", "")))
 
     def clocks(self) -> dict[str, float]:
-        """Returns the median clock in hertz and power in watts of its cases, as far as they were read."""
+        """Returns the median clock in hertz and power in watts of its cases, where they were read."""
         if not self.path("csv").exists():
             return {}
         found: dict[str, list[float]] = {}
@@ -190,7 +183,7 @@ def _none(why: str) -> Any:
 
 
 def ratio(metric: str, above: str, below: str, *params: str) -> Reader:
-    """Of sums over the cases of both."""
+    """Reads the ratio of sums over the cases of two precisions."""
 
     def read(files: StepFiles) -> Measured:
         over, under = files.values(metric, above, *params), files.values(metric, below, *params)
@@ -208,7 +201,7 @@ def sustained(above: str, below: str) -> Reader:
 
     def read(files: StepFiles) -> Measured:
         for precision in (above, below):
-            files.values("time", precision)  # says why one was not measured
+            files.values("time", precision)  # raises if a precision was not measured
         records = [record for record in load_run(files.begun()[-1]).records if record.case.precision in (above, below)]
         seconds = {(record.case.precision, record.case.params): median(sustained_samples(record)) for record in records}
         slow, fast = ({place: value for (mode, place), value in seconds.items() if mode == of} for of in (above, below))
@@ -228,7 +221,7 @@ def bandwidth_share(precision: str, element_bytes: int) -> Reader:
     def read(files: StepFiles) -> Measured:
         copy = files.card.copy
         if copy is None:
-            raise NoFigure("nobody has said what this card copies a second")
+            raise NoFigure("this card's copy bandwidth is unknown")
         shares = []
         for params, seconds in files.values("time", precision).items():
             sides = dict(pair.split("=") for pair in params.split())
@@ -248,7 +241,7 @@ def fastest(precision: str) -> Reader:
 
 
 def marker_share(files: StepFiles) -> Measured:
-    """Of the host's cost of all marks of a step in bf16, in its time, in percent."""
+    """The host's cost of all marks of a bf16 step, in percent of its time."""
     step = files.values("time", "bf16")
     run = load_run(files.begun()[-1])
     record = next(record for record in run.records if record.case.precision == "bf16" and record.timing)
@@ -258,7 +251,7 @@ def marker_share(files: StepFiles) -> Measured:
 
 
 def conforms(files: StepFiles) -> Measured:
-    """Native casts and products that nothing explains; what was not compared is none that conforms."""
+    """Counts unexplained native casts and products; one that was not compared does not conform."""
     native = [mode for mode in files.json()["modes"] if mode["support"]["level"] == "native"]
     each = [case["difference"] for mode in native for case in mode["found"]]
     if not [difference for difference in each if difference]:
@@ -316,7 +309,7 @@ def said(pattern: str) -> Reader:
 
 
 def passes(files: StepFiles) -> Measured:
-    """1 where an audit fails; one that cannot tell is no figure."""
+    """1 where an audit fails; raises NoFigure without a verdict."""
     verdict = next((line for line in files.text().splitlines() if re.search("PASS|FAIL", line)), None)
     return Measured(files.state()["code"], verdict) if verdict else _none(files.why())
 
@@ -337,14 +330,14 @@ def learns(files: StepFiles) -> Measured:
 PROBE = FirstStep("probe", "suites.gpu_probe --json {json}", 60, (
     Line("driver, clocks, power cap", driver),
     Line("event clock, us a marker", marker),
-    Line("energy windows beside NVML's own total, %", energy, high=2),
+    Line("energy windows compared with NVML's total, %", energy, high=2),
 ), ("energy, state and throttle reasons by NVML",))  # fmt: skip
 _STEP = "fp8bench suite transformer --set size=gpt2-124m --dtypes"
 PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider -p no:benchmark"
 
 
 def _suite(name: str, words: str, seconds: int, *lines: Line, rows: tuple[str, ...] = ()) -> FirstStep:
-    return FirstStep(name, words, seconds, lines or (Line(f"{name}: cases measured", cases),), rows, "--quick")
+    return FirstStep(name, words, seconds, lines or (Line(f"{name}: cases measured", cases),), rows)
 
 
 def _tests() -> Iterator[FirstStep]:
@@ -355,7 +348,7 @@ def _tests() -> Iterator[FirstStep]:
         yield FirstStep(path.stem.replace("_", "-"), f"{PYTEST} {name}", 220, (line,), ("`tests/gpu`",))
 
 
-# What waits until the first steps have ended (suites/first_gpu_brisk.py).
+# Steps after the first ones (suites/first_gpu_brisk.py).
 LATER_STEPS = (
     FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", said("cuda")),)),
     FirstStep("selftest", "fp8bench selftest --device cuda", 90, (
@@ -379,7 +372,7 @@ LATER_STEPS = (
         rows=("`fp8bench train`: arms, checkpoints, watching, health rules",)),
     FirstStep("power", "fp8bench selftest --power --device cuda --operation small --trials 30 --json {json}", 400, (
         Line("alarms of 30 A/A trials", alarms, high=0),
-    ), (), "--trials 2"),
+    )),
     _suite(
         "train-gpt2", "fp8bench train --model gpt2-124m --steps 200 --seeds 1 --dtypes native:bf16,fp8 --json", 300,
         Line("gpt2-124m, 200 steps", learns)),
@@ -394,7 +387,7 @@ LATER_STEPS = (
         rows=("`suite vision`: layouts, a ViT, image next to text",)),
     FirstStep(
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
-        (Line("layout", said("together: ")),), quick="--quick",
+        (Line("layout", said("together: ")),),
     ),
     _suite(
         "diffusion", "fp8bench suite diffusion --set denoiser=dit --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
@@ -403,9 +396,9 @@ LATER_STEPS = (
     _suite("te", f"{_STEP} native:bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
-        (Line("ablate", said("together: ")),), quick="--quick", needs=("fp8",),
+        (Line("ablate", said("together: ")),), needs=("fp8",),
     ),
-    FirstStep("claims", "fp8bench claim --published --device cuda", 300, (
+    FirstStep("claims", "fp8bench claim --published --device cuda", 500, (
         Line("published figures: within, above, below, or other conditions", said("claims: ")),
     )),
     FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("phase marker on")),)),

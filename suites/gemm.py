@@ -1,4 +1,4 @@
-"""What asv follows of the suite gemm."""
+"""The suite gemm as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

@@ -1,7 +1,7 @@
-"""What a GPU says of itself and what looking at it costs: `python -m suites.gpu_probe --json PATH`, about 40 s.
+"""Describes a GPU and the cost of measuring it: `python -m suites.gpu_probe --json PATH`, about 40 s.
 
-Its energy is held against the driver's own counter, which is read here through NVML and by nothing of fp8bench: from
-tick to tick around a window, under a steady load.
+Its energy is compared with the driver's counter, which is read here through NVML without fp8bench: from tick to tick
+around a window, under a steady load.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Counter:
 
 
 def _energy(facts: DeviceFacts) -> dict[str, Any]:
-    """Watts by a window of fp8bench and by NVML's total from tick to tick, or why there are none."""
+    """Watts by a window of fp8bench and by NVML's total from tick to tick, or why they are missing."""
     try:
         counter = _Counter(facts)
         with meter_for(facts) as meter:
@@ -101,7 +101,7 @@ def _energy(facts: DeviceFacts) -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """All of it, as JSON has it; SystemExit where there is no GPU."""
+    """Returns everything as a JSON document. Raises SystemExit without a GPU."""
     with ProcessWorker(Settings()) as worker:
         facts = next((device for device in worker.probe() if device.kind == "cuda"), None)
         if facts is None:

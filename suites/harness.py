@@ -1,6 +1,6 @@
 """fp8bench's benchmarks of itself, for asv; `python -m suites.harness` prints them without asv, in 10 to 15 minutes.
 
-Lower is better in all. Where the wall time of a shared machine would say little, figures are CPU time, or ratios of
+Lower is better in all. Where a shared machine makes wall time unreliable, figures are CPU time, or ratios of
 neighbouring runs. All processes measure the fp8bench that this one imports.
 """
 
@@ -115,7 +115,7 @@ def _ranks_over_bare_loop(size: Size) -> float:
     """Returns the median of pairs of a slot of one call and a bare loop over the same step of about 50 ms.
 
     Both are the slowest of two ranks, which begin together; the machine needs two free cores. Where pairs differ by 5%,
-    as many as these tell the ratio to 1%.
+    this many give the ratio to 1%.
     """
     ratios = []
     with RanksWorker(Settings(), 2) as worker:

@@ -195,7 +195,7 @@ def check_whole(run: Run, tally: Tally) -> None:
 
 
 def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
-    """Takes one run from start to end, with at most so many kills."""
+    """Takes one run from start to end, with at most `kills` kills."""
     suite, store = folder / "nap_suite.py", folder / "store"
     suite.write_text(SUITE)
     tally.runs += 1
@@ -215,7 +215,7 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
         kept = examine(store, before, kept, tally)
         if code == -signal.SIGKILL:
             continue
-        # The parent was not killed: the run finished, or said why it could not.
+        # The parent was not killed: the run finished, or printed why it could not.
         promise(code in (0, 3), f"exit {code}: {err[-500:]}")
         if kept is None or not kept.finished:
             promise(code == 3 and "worker crashed" in err, f"unfinished without a reason: {err[-500:]}")
@@ -226,7 +226,7 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
 
 
 def trials(kills: int, seed: int, keep: Callable[[Tally], object] = str) -> Tally:
-    """Does so many kills, over as many runs as that takes; keeps the store of a broken promise.
+    """Does `kills` kills over several runs; keeps the store of a broken promise.
 
     `keep` gets the tally after every run, so that interrupted trials are not lost.
     """

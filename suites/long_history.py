@@ -83,7 +83,7 @@ def write_module(folder: Path, pairs: int = PAIRS) -> Path:
 
 
 class Times:
-    """What the cases of each commit take; the same for the same seed."""
+    """Draws the times of each commit's cases; the same for the same seed."""
 
     def __init__(self, pairs: int, seed: int = 0) -> None:
         chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
@@ -228,7 +228,7 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
     if what == "from the runs":
         cache.unlink(missing_ok=True)
         return cost_of(_CHANGES, folder, reading=True)
-    # Every run caches the figures of its own commit; steps are cached by who searches them.
+    # Every run caches the figures of its commit; change points are cached by the search.
     cost_of(_CHANGES if what.startswith("after") else OPENED, folder, reading=True)
     if what.startswith("after"):
         runs = len(list(store.glob("runs/*/*.jsonl")))
@@ -243,7 +243,7 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
 
 
 def cost_of(work: str, folder: Path, reading: bool = False) -> Cost:
-    """Returns the cost of lines of Python in a process of its own, which knows the suite in the folder.
+    """Returns the cost of lines of Python in a new process that imports the suite in the folder.
 
     It is an error if runs are read without `reading`.
     """

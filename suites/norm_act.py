@@ -1,4 +1,4 @@
-"""What asv follows of the suite norm_act."""
+"""The suite norm_act as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

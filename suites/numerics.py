@@ -1,4 +1,4 @@
-"""What asv follows of the suite numerics."""
+"""The suite numerics as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

@@ -127,7 +127,7 @@ def compare_by_fp8bench(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_torch(folder: Path, seconds: float) -> dict[str, Answer]:
-    """By the figures that `Compare.trim_significant_figures` leaves of the medians."""
+    """Compares medians after `Compare.trim_significant_figures`."""
     from torch.utils.benchmark.utils.common import trim_sigfig
 
     found = run_program(folder, TIMER, seconds)
@@ -142,7 +142,7 @@ def compare_by_torch(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_asv(folder: Path, seconds: float) -> dict[str, Answer]:
-    """By the rule of `asv compare` without its factor, which hides all that is below 10%."""
+    """Compares by the rule of `asv compare`, without its factor, which hides differences below 10%."""
     from asv._stats import is_different
     from asv_runner.statistics import compute_stats
 
@@ -153,7 +153,7 @@ def compare_by_asv(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
-    """By the t-test of `pyperf compare_to`, whose ratio is that of means. Three processes share the seconds."""
+    """Compares by the t-test of `pyperf compare_to`, as a ratio of means. Three processes share the seconds."""
     import pyperf
     from pyperf._compare import is_significant
 
@@ -171,7 +171,8 @@ def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_pytest(folder: Path, seconds: float) -> dict[str, Answer]:
-    """By `--benchmark-compare-fail=min:5%`, the example of its documentation: it has no test of its own."""
+    """Compares by `--benchmark-compare-fail=min:5%`, the example of its documentation, because it has no statistical
+    test."""
     (folder / "test_planted.py").write_text(PYTEST.format(names=[REFERENCE, *PLANTED]))
     limit = f"--benchmark-max-time={seconds}"
     ran(
@@ -254,7 +255,7 @@ def cpu_seconds(words: tuple[str, ...], folder: Path) -> float:
 
 
 def show_markers() -> None:
-    """What marking a part of a step costs, in CPU time."""
+    """Prints the CPU time of marking a part of a step."""
     from torch.profiler import record_function
 
     def mark() -> None:

@@ -1,4 +1,4 @@
-"""What asv follows of the suite transformer."""
+"""The suite transformer as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 

@@ -1,4 +1,4 @@
-"""What trials share: options, printed tables, kept rows, processes, loads, and times taken in turns."""
+"""Options, tables, processes and alternating timings, which the programs of this folder share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ import fp8bench
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
 FP8BENCH = (sys.executable, "-m", "fp8bench")
-# Ends with the process that started it.
-_BUSY = "import os\nown = os.getppid()\nwhile os.getppid() == own: sum(range(100_000))"
 Row = dict[str, Any]
 
 
@@ -67,26 +65,6 @@ class Table:
         say(f"{name:<{self._name}}{''.join(columns)}")
 
 
-class Rows:
-    """Rows in a file of a folder, from which an interrupted trial goes on."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "rows.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self.all: list[Row] = [json.loads(line) for line in lines]
-
-    def add(self, **row: Any) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.all.append(row)
-        say(str(row))
-
-    def of(self, **fields: Any) -> list[Row]:
-        """Returns the rows with these values."""
-        return [row for row in self.all if all(row.get(name) == value for name, value in fields.items())]
-
-
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns an environment whose processes import this fp8bench and these trials.
 
@@ -99,7 +77,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def ran(
     words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command. Raises RuntimeError if it ends with another code than one of `ends`."""
+    """Runs a command. Raises RuntimeError if its exit code is not in `ends`."""
     done = subprocess.run(words, cwd=folder, env=environment(more), capture_output=True, text=True, check=False)
     if done.returncode not in ends:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-500:]}")
@@ -126,19 +104,6 @@ def scratch() -> Iterator[Path]:
     """Makes a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="fp8bench-") as folder:
         yield Path(folder)
-
-
-@contextmanager
-def load(count: int) -> Iterator[None]:
-    """Keeps so many processes busy meanwhile."""
-    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
-    try:
-        time.sleep(3 if count else 0)
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ from tests.facts import H200
 from tests.runs import run_of, samples
 
 Phases = Mapping[str, int]  # microseconds
-# A training step whose products are 60%, and what is left of it with products twice as fast and casts.
+# A training step with 60% products; the second step has products twice as fast, plus casts.
 BF16 = {"gemm": 6000, "optimizer_step": 2500, "elementwise": 1500}
 FP8 = {"cast": 600, "gemm": 3000, "optimizer_step": 2500, "elementwise": 1500}
 NANO: Mapping[str, Scalar] = {"size": "gpt2-124m", "batch": 8, "sequence": 1024}
@@ -35,7 +35,7 @@ def record(
     workload: str = "transformer",
     coverage: Coverage | None = None,
 ) -> Record:
-    """24 rounds of it; the reference with its control."""
+    """24 rounds of this case, with a control if it is the reference."""
     timing = samples(tuple(phases), tuple(phases.values()), rounds=24)
     return Record(
         case_of(mode, params, workload),
@@ -57,7 +57,7 @@ def group(
     bf16: Phases = BF16,
     **modes: Phases,
 ) -> list[Record]:
-    """bf16 as the reference, and modes beside it ('fp8_rowwise' is 'fp8-rowwise')."""
+    """A group with bf16 as the reference and one arm per keyword ('fp8_rowwise' is 'fp8-rowwise')."""
     lead = record("bf16", bf16, params, reference=True, workload=workload)
     return [
         lead,
@@ -66,7 +66,10 @@ def group(
 
 
 def run(*groups: list[Record]) -> Run:
-    return replace(run_of([one for records in groups for one in records]), devices=(H200,))
+    records = []
+    for group in groups:
+        records += group
+    return replace(run_of(records), devices=(H200,))
 
 
 def basis(*groups: list[Record], **more: object) -> Basis:

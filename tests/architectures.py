@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 with warnings.catch_warnings():
-    # Of what they find, and do not find, in the environment.
+    # Expected presence in the environment.
     warnings.simplefilter("ignore")
     import transformers
     from diffusers import DiTTransformer2DModel, UNet2DModel
@@ -124,7 +124,7 @@ ALL: dict[str, Callable[[], Made]] = {
 
 
 def made(name: str) -> Made:
-    """One of them, always the same, without dropout."""
+    """A small model without dropout, always from the same seed."""
     torch.manual_seed(0)
     model, batch = ALL[name]()
     return model.eval(), batch

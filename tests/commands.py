@@ -16,24 +16,24 @@ Say = Callable[..., tuple[int, str, str]]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a process that is to find this checkout, with more variables."""
+    """The environment of a process that imports this checkout, with extra variables."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def unfolded(err: str) -> str:
-    """What was said on stderr, each sentence in one line, as where there is no terminal that it would have to fit."""
+    """stderr with each wrapped sentence on one line, as without a terminal."""
     return re.sub(r"\n {4}", " ", err)
 
 
 def only_sentence(err: str) -> str:
-    """The one sentence on stderr, without the command line that may stand below it to be pasted."""
+    """The only sentence on stderr, without a command line that follows for pasting."""
     sentence, *pasted = unfolded(err).splitlines()
     assert all(line.startswith("  fp8bench ") for line in pasted) and len(pasted) <= 1, err
     return sentence
 
 
 def unfolding(fp8bench: Say, *command: str) -> Say:
-    """A command, run with more words; what it says on stderr is unfolded."""
+    """Runs a command with extra words and unwraps the sentences of its stderr."""
 
     def say(*words: str) -> tuple[int, str, str]:
         code, out, err = fp8bench(*command, *words)
@@ -43,7 +43,7 @@ def unfolding(fp8bench: Say, *command: str) -> Say:
 
 
 def session(fp8bench: Say, *typed: str) -> str:
-    """Command lines without their first word, with what each prints, what it says on stderr and its exit code."""
+    """A transcript of command lines (without their first word) with stdout, stderr and exit code."""
     told = []
     for line in typed:
         code, out, err = fp8bench(*shlex.split(line))
@@ -54,13 +54,16 @@ def session(fp8bench: Say, *typed: str) -> str:
 
 
 def git(folder: Path, *words: str) -> str:
-    """What git says; it must work. Of nobody's settings, so that no name is asked for and nothing is signed."""
+    """Output of a git command, which must succeed.
+
+    Ignores user settings: no identity is needed and nothing is signed.
+    """
     settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     done = subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 def complaints(err: str) -> str:
-    """What stderr says beside how far a command has come, where it takes longer, and where its page is."""
+    """stderr without progress lines, remarks on duration, and the page's path."""
     told = re.sub(r"fp8bench: \d+/\d+ [^\n]*? after .*?(\n|$|(?=fp8bench: ))", "", err)
     return re.sub(r"fp8bench: report: [^\n]*report\.html(\n|$)", "", told)

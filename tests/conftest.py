@@ -1,4 +1,4 @@
-"""What holds for all tests: which run unasked, no deadlines, nothing compiled unasked; and fixtures of many rooms."""
+"""Setup for all tests: which run by default, no deadlines, no compiling by default; and shared fixtures."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hypothesis import HealthCheck, settings
 from tests.commands import Say
 from tests.durations import pytest_runtest_logreport, pytest_sessionfinish
 
-__all__ = ["pytest_runtest_logreport", "pytest_sessionfinish"]  # pytest calls them here
+__all__ = ["pytest_runtest_logreport", "pytest_sessionfinish"]  # pytest calls them through this module
 
-if TYPE_CHECKING:  # the tests of what is light load nothing heavy for this
+if TYPE_CHECKING:  # keeps tests of light imports from loading heavy modules
     from fp8bench.plan.corpus import Corpus
     from fp8bench.worker.bench import Bench
 
-# A loaded machine is slow, not wrong. A change is judged by the same few examples each time; many new ones are tried at
-# night.
+# No deadline: a loaded machine is slow. A change is judged by the same few examples each time; many new ones run
+# nightly.
 _NIGHT = bool(os.environ.get("FP8BENCH_NEW_EXAMPLES"))
 settings.register_profile(
     "house",
@@ -39,14 +39,14 @@ settings.register_profile(
 )
 settings.load_profile("house")
 
-# Threads of one process would wait for those of the other: tensors of tests are small.
+# Test tensors are small, and threads of parallel test processes would compete for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Every command line and worker that tests start would translate all of fp8bench again.
+# Without a bytecode cache every started command and worker would compile all of fp8bench again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Tests make 20,000 folders and more files. A disk may take 5 ms to remove a folder; memory takes none.
+# Tests create over 20,000 folders. Removing one takes up to 5 ms on disk, none in memory.
 _IN_MEMORY, _ENOUGH_BYTES = "/dev/shm", 4 << 30
 
 
@@ -60,17 +60,19 @@ def _keep_files_in_memory() -> None:
 
 _keep_files_in_memory()
 
-# Compiling takes seconds a quantiser. Tests of compiling take it out of their environment.
+# Compiling takes seconds per quantiser. Tests of compiling unset this variable.
 os.environ["FP8BENCH_QUANTISERS"] = "eager"
-# Seconds in every new store. Tests of ceilings take it out of their environment.
+# Measuring ceilings takes seconds in every new store. Tests of ceilings unset this variable.
 os.environ["FP8BENCH_CEILINGS"] = "off"
-# A worker of its own in every run. Tests of tapes take it out.
+# Tapes need an extra worker in every run. Tests of tapes unset this variable.
 os.environ["FP8BENCH_TAPE"] = "off"
-# Seconds a group, where the processor tells its clock or its temperature. Tests of warming up take it out.
+# Warming up takes seconds per group where clock or temperature can be read. Tests of it unset this variable.
 os.environ["FP8BENCH_WARM_UP"] = "off"
+# One more process in every run. Tests of two workers take it out.
+os.environ["FP8BENCH_SECOND_WORKER"] = "off"
 # Texts are as wide as without a terminal, whatever the tests run in.
 os.environ["COLUMNS"] = "100"
-# argparse asks the disk for a translation of each of its words, in every language that the environment names.
+# argparse looks on disk for translations of each message in every language of the environment.
 os.environ["LANGUAGE"] = "C"
 
 
@@ -80,9 +82,9 @@ def _are_named(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Two processes share the tests, a file each, so that fixtures of a module are made once.
+    """Two processes share the tests by file, so that module fixtures run once.
 
-    One is enough for tests that are named, and for a debugger; -n gives another number, and -n 0 this process alone.
+    Named tests and debuggers use one process; -n sets another number, -n 0 stays in this process.
     """
     option = config.option
     may_share = "PYTEST_XDIST_WORKER" not in os.environ and not option.usepdb and not _are_named(config)
@@ -92,10 +94,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Slow tests run where they are asked for: by a marker, or by their own name.
+    """Slow tests run only if selected by marker or by name.
 
-    Started in the background or under nohup, this process is told to ignore SIGINT or SIGHUP, and so would be all that
-    tests start. A handler is not handed down, so that theirs are the default ones while this one goes on.
+    Under nohup or in the background this process ignores SIGINT or SIGHUP, and so would its children. Handlers are not
+    inherited, so installing one here gives children the defaults.
     """
     if not config.option.markexpr and not _are_named(config):
         config.option.markexpr = _QUICK
@@ -106,26 +108,26 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda *_: None)
 
 
-# What runs unasked.
+# The default marker expression.
 _QUICK = "not slow and not nightly"
-# What `-m slow` runs: rows that take as long and add least are left to the night.
+# The marker expression of `-m slow`: the slowest, least useful rows run nightly instead.
 _SLOW_ALONE = "slow and not nightly"
-# A file whose tests are all slow, which may import what takes seconds.
+# A file with only slow tests; it may import modules that take seconds.
 _ALL_SLOW = re.compile(r"^pytestmark = .*\bslow\b", re.MULTILINE)
-# How the mark is spelled in files that have it.
+# The spelling of the mark in such files.
 _SLOW = re.compile(r"\bslow\b|\bSLOW\b")
 
 
 @functools.cache
 def _may_be_slow(path: Path) -> bool:
-    """By what a file says, or the conftest.py beside it: importing all of them takes 20 s of a processor."""
+    """Decides by the text of the file or of its conftest.py, because importing all files takes 20 s of CPU time."""
     beside = path.with_name("conftest.py")
     return any(_SLOW.search(file.read_text()) for file in (path, beside) if file.exists())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected stays: nobody looks for garbage in it, neither meanwhile nor when the session ends."""
+    """Freezes collected objects: they live to the end, so garbage collection need not visit them."""
     gc.disable()
     try:
         return (yield)
@@ -135,13 +137,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """A process that shares the tests ends at once: taking torch and all modules apart takes 5 s of a processor."""
+    """Ends a worker process at once, because unloading torch and all modules takes 5 s of CPU time."""
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests alone are asked for, files that have none; and where none are, files that have no others."""
+    """Skips files without slow tests if only slow ones run, and files with only slow tests if none run."""
     if not collection_path.match("test_*.py"):
         return None
     if config.option.markexpr == _SLOW_ALONE:
@@ -149,10 +151,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == _QUICK and _ALL_SLOW.search(collection_path.read_text()) else None
 
 
-# Until a slow test is taken for one that hangs; the others' limit is in pyproject.toml.
+# Timeout of slow tests; the limit of the others is in pyproject.toml.
 _SLOW_SECONDS = 1200
 
-# Files that take long, the longest first. Where one of them came last, one process would wait for the other.
+# Long files, longest first. If one came last, the other process would wait.
 _LONG = (
     "features/gate",
     "features/train/lab/test_rank_lab.py",
@@ -177,9 +179,10 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; the order of the other ones stays. A mark that its file does not spell would keep a test out.
+    """Runs long files first and leaves other files in order.
 
-    Some slow tests take two minutes of a machine that has other things to do: the limit is for one that hangs.
+    A marker that the file's text does not contain would hide a test. Some slow tests need two minutes on a loaded
+    machine; the timeout is for hanging ones.
     """
     unspelled = {item.path for item in items if item.get_closest_marker("slow") and not _may_be_slow(item.path)}
     assert not unspelled, f"slow tests in files that `-m slow` does not read: {unspelled}"
@@ -197,7 +200,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=sys.platform == "linux")
 def _workers_are_forked() -> Iterator[None]:
-    """Those that tests of this process start."""
+    """Forks the workers that tests of this process start."""
     from tests.forked_workers import forked
 
     with forked():
@@ -206,15 +209,15 @@ def _workers_are_forked() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nobody_waits_for_the_disk() -> Iterator[None]:
-    """What a process has written is there when it is killed. A test takes no power away: 10,000 times 4 ms."""
+    """Skips fsync: killed processes lose no written data, and tests never cut the power. Saves 10,000 times 4 ms."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(os, "fsync", os.fstat)  # it refuses the same descriptors
+        patches.setattr(os, "fsync", os.fstat)  # rejects the same descriptors
         yield
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The store of an empty working directory in no repository, of a person without a home or a job of GitHub's."""
+    """The store of an empty working directory outside any repository, without a home folder or GitHub's variables."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -226,7 +229,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fp8bench(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run a command line in this process: its exit code, stdout and stderr."""
+    """Runs a command line in this process; returns its exit code, stdout and stderr."""
     from fp8bench.cli.main import main
 
     def say(*words: str) -> tuple[int, str, str]:
@@ -239,7 +242,7 @@ def fp8bench(capsys: pytest.CaptureFixture[str]) -> Say:
 
 @pytest.fixture(scope="module")
 def short_slots() -> Iterator[None]:
-    """One state a case and few calls a slot, for runs whose times are of no matter."""
+    """One state per case and few calls per slot, for runs whose times do not matter."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr("fp8bench.measure.arm.STATES", 1)
         patches.setattr("fp8bench.measure.slots.SLOT_SECONDS", 5e-4)
@@ -248,7 +251,7 @@ def short_slots() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The text that runs use which are given none."""
+    """The text that runs use by default."""
     from fp8bench.plan.corpus import prepare_corpus
 
     return prepare_corpus(None, tmp_path_factory.mktemp("data"))
@@ -256,7 +259,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def bench(corpus: Corpus) -> Iterator[Bench]:
-    """The worker's side, in this process."""
+    """A bench (the worker's side) in this process."""
     import torch
 
     from fp8bench.model.raw import Settings
@@ -269,16 +272,19 @@ def bench(corpus: Corpus) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_here_stays() -> None:
-    """A bench in this process collects garbage between cases, as a worker does: seconds a time, once thousands of tests
-    have left millions of objects. A worker looks at none of what was there when it began, and neither does this."""
+    """Freezes existing objects.
+
+    A bench collects garbage between cases, like a worker; with millions of objects from thousands of tests each
+    collection would take seconds.
+    """
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test draws is the same whatever ran before it, of which the processes that share the tests take turns.
+    """Seeds the random generators, so that results do not depend on which tests ran before in this process.
 
-    Asks torch only when a test is marked, so that a run without such tests never imports it for this.
+    Seeds torch only for marked tests, as importing it takes seconds.
     """
     random.seed(0)
     if "numpy" in sys.modules:

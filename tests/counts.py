@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,40 +12,40 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-# The `params` of a fixture whose every test is slow, or nightly.
+# `params` of a fixture whose tests are all slow or nightly.
 SLOW = [pytest.param(None, marks=pytest.mark.slow, id="slow")]
 NIGHTLY = [pytest.param(None, marks=pytest.mark.nightly, id="nightly")]
 
 
 def counts(sample: int, *whole: int) -> pytest.MarkDecorator:
-    """Gives a test its `count`, a sample or, nightly, more; what it asserts of it must hold for each."""
+    """Parametrizes a test by `count`: a sample by default, more at night; the assertion must hold for each."""
     return pytest.mark.parametrize("count", sampled([sample], [sample, *whole]))
 
 
 def sampled(sample: Collection[Any], rows: Iterable[Any]) -> list[ParameterSet]:
-    """Rows for parametrize, values or tuples: nightly, but for those that begin with one of the sample."""
+    """Rows for parametrize (values or tuples): nightly, except those that start with a value of the sample."""
     every = [row if type(row) is tuple else (row,) for row in rows]
     return [pytest.param(*row, marks=() if row[0] in sample else pytest.mark.nightly) for row in every]
 
 
 def paired(first: Sequence[Any], second: Sequence[Any], *always: tuple[Any, Any]) -> list[ParameterSet]:
-    """The product of two lists, nightly but for pairs that hold each of both at least once, and those named."""
+    """The product of two lists: nightly, except pairs that cover each value once, and the named pairs."""
     longest = range(max(len(first), len(second)))
     pairs = {(first[place % len(first)], second[place % len(second)]) for place in longest} | {*always}
-    rows = ((one, other) for one in first for other in second)
+    rows = itertools.product(first, second)
     return [pytest.param(*row, marks=() if row in pairs else pytest.mark.nightly) for row in rows]
 
 
 def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
-    """As parametrize, in one test: for tables of values, whose rows leave fixtures as they are.
+    """Like parametrize but in one test, for tables whose rows share fixtures.
 
-    A row has a `tmp_path` and a `monkeypatch` of its own. All rows run. What fails is raised with a note that names its
-    row; where one is skipped, the test is, at its end.
+    Each row has its own `tmp_path` and `monkeypatch`, and all rows run. Failures are raised with a note that names the
+    row; a skipped row skips the test at its end.
     """
     words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
     table = [_row(words, row) for row in rows]
     assert table, "a table without rows asserts nothing"
-    labels = [[ids(value) for value in row.values()] for row in table] if callable(ids) else ids or table
+    labels = [list(map(ids, row.values())) for row in table] if callable(ids) else ids or table
 
     def of(test: Callable[..., None]) -> Any:
         @functools.wraps(test)
@@ -57,9 +58,9 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
                         test(**own, **row)
                 except pytest.skip.Exception as skip:
                     skipped.append(skip)
-                except (Exception, pytest.fail.Exception) as failure:  # raised when all rows ran
+                except (Exception, pytest.fail.Exception) as failure:  # raised after all rows ran
                     failure.add_note(f"in the row {label!r}")
-                    if str(failure).startswith("Timeout "):  # pytest-timeout's, which limits no row that comes after it
+                    if str(failure).startswith("Timeout "):  # pytest-timeout limits no row after this one
                         raise
                     failed.append(failure)
             if len(failed) > 1:
@@ -78,7 +79,7 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
 
 @contextmanager
 def _own(made: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
-    """What fixtures made, for one row."""
+    """Copies of fixtures for one row."""
     own = dict(made)
     if "tmp_path" in made:
         own["tmp_path"] = made["tmp_path"] / f"row-{place}"

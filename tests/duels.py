@@ -13,17 +13,17 @@ SESSION = Session((steady(1000, 5), steady(1001, 5)), (steady(1100, 5), steady(1
 
 
 def side(name: str) -> DuelSide:
-    """A side of this machine."""
+    """A side on this machine."""
     return DuelSide(name, f"side {name}", "/usr/bin/python", "", FACTS, (CPU,))
 
 
 def result(precision: str, *sessions: Session, status: Status = Status.OK) -> CaseResult:
-    """A case that came to so many sessions."""
+    """A case with these sessions."""
     return CaseResult(record(None, precision), record(None, precision, status=status), sessions)
 
 
 def header(**changes: object) -> Duel:
-    """A duel that has just begun."""
+    """A duel that has just started."""
     cases = tuple(result(one).after.case.id for one in ("fp32", "bf16"))
     begun = Duel(
         "0a1b2c3d", "2026-01-02T03:04:05.678+00:00", "fp8bench duel", Request("gemm"), side("A"), side("B"), cases, 2

@@ -1,6 +1,6 @@
-"""What each test takes, in a file that FP8BENCH_DURATIONS names: a row a test, of this session or the last that ran it.
+"""Writes each test's duration to the file that FP8BENCH_DURATIONS names, one row per test.
 
-Whoever moves tests, or makes them faster, compares two such files.
+Rows of tests that did not run in this session stay. Compare two files after moving or speeding up tests.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _slow: set[str] = set()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Preparing, calling and clearing up. Processes that share the tests report to the one that wrote their orders."""
+    """Records setup, call and teardown. Parallel processes report to the one that distributes tests."""
     _seconds[report.nodeid] += report.duration
     if {"slow", "nightly"} & set(report.keywords):
         _slow.add(report.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Written once, by the process that has all reports; rows of other tests stay."""
+    """Writes once, in the process that has all reports; rows of other tests stay."""
     named = os.environ.get("FP8BENCH_DURATIONS")
     if named and not hasattr(session.config, "workerinput"):
         write(Path(named), {test: (seconds, test in _slow) for test, seconds in _seconds.items()})
 
 
 def write(path: Path, found: dict[str, tuple[float, bool]]) -> None:
-    """Tests by name, so that two files compare line by line."""
+    """Sorts tests by name, so that two files compare line by line."""
     before = path.read_text().splitlines() if path.exists() else []
     rows = {row["test"]: row for row in csv.DictReader(before)}
     rows |= {

@@ -30,19 +30,19 @@ VIRTUAL = "this is a virtual machine, which has no powercap"
 
 
 def window(joules: float, seconds: float = 0.01, steps: int = 100, uncertainty: float | None = 0.004) -> EnergyWindow:
-    """So many steps of so many joules and seconds each."""
+    """A window of `steps` steps, each of these joules and seconds."""
     return EnergyWindow(steps, seconds * steps, joules * steps, 12, uncertainty, 1.41e9, 61.0)
 
 
 def phase_of(name: str, joules: float, seconds: float) -> PhaseEnergy:
-    """Three windows of a phase by itself, all of so many joules and seconds each time."""
+    """Three windows of one phase, each of these joules and seconds per repetition."""
     return PhaseEnergy(name, (window(joules, seconds),) * 3)
 
 
 def use(
     joules: Sequence[float], seconds: float = 0.01, source: str = "counter", why: str = "", uncertainty: float = 0.004
 ) -> EnergyUse:
-    """A window for each of these joules a step; sensors have no uncertainty."""
+    """One window per value of joules a step; sensors are exact."""
     counts = source in ("counter", "rapl")
     windows = tuple(window(one, seconds, uncertainty=uncertainty if counts else None) for one in joules)
     return EnergyUse(source, windows, IDLE, IDLE + 2.0, why)
@@ -53,7 +53,7 @@ def case(precision: str, params: dict[str, Scalar], device: str = "cuda:0") -> C
 
 
 def energetic() -> Made:
-    """One group on a GPU: fp32 takes 3.10 J in 10 ms, bf16 1.90 J, fp8 about as much as fp32; nvfp4 is emulated."""
+    """A group on a GPU: fp32 takes 3.10 J in 10 ms, bf16 1.90 J, fp8 about as much as fp32; nvfp4 is emulated."""
     work = Work(flops=3.1e12, tokens=1024)
     params: dict[str, Scalar] = {"layers": 4, "width": 256, "batch": 4}
     parts = {"cast": 0.1, "gemm": 0.5, "attention": 0.1, "optimizer_step": 0.1, "elementwise": 0.15}
@@ -86,14 +86,14 @@ def energetic() -> Made:
 
 
 def with_energy(**by_mode: EnergyUse | None) -> Made:
-    """The group of energetic() with other windows."""
+    """The group of energetic() with these windows."""
     run, findings = energetic()
     records = [replace(one, energy=by_mode.get(one.case.mode, one.energy)) for one in run.records]
     return replace(run, records=tuple(records)), findings
 
 
 def squares(*shares: float) -> Made:
-    """Three shapes and more of gemm: fp32 takes 1 mJ, 16 mJ, ... a step, bf16 such a share of it in each."""
+    """A shape of gemm for each share: fp32 takes 1 mJ, 16 mJ, ... a step, bf16 this share of it."""
     run, findings = shapes(*({"m": 256 << number, "n": 64, "k": 64} for number in range(len(shares))))
     records = []
     for one in run.records:
@@ -105,12 +105,12 @@ def squares(*shares: float) -> Made:
 
 
 def unmeasured(why: str = VIRTUAL) -> Made:
-    """The same on a processor whose energy nobody can tell."""
+    """The same on a CPU without an energy counter."""
     run, findings = recased(energetic(), lambda case: replace(case, device="cpu"))
     return run_of([replace(one, energy=EnergyUse("none", why=why)) for one in run.records]), findings
 
 
 def without_energy() -> Made:
-    """The same, where nobody asked: as every run before energy was measured."""
+    """The same without measuring energy, like runs before energy was supported."""
     run, findings = energetic()
     return replace(run, records=tuple(replace(one, energy=None) for one in run.records)), findings

@@ -1,7 +1,7 @@
-"""A worker that measures nothing: steps take the nanoseconds a script says, on a clock that only they move.
+"""A worker that measures nothing: scripted steps advance a fake clock by nanoseconds.
 
-With it, rounds and groups are tested with exact numbers and no sleeping. A script belongs to a mode ('fp8'); the
-control's may differ from the reference's ("fp32'"). Faults are scripted by the request at which they strike.
+It tests rounds and groups with exact numbers and without sleeping. A script belongs to a mode ('fp8'); the control may
+have a different one ("fp32'"). Faults are scripted by request number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Step = tuple[Sequence[int], Sequence[int]]
 
 
 def gemm_steps(*nanoseconds: int) -> Callable[[int], Step]:
-    """Steps of one phase, their times taken in turn from `nanoseconds`, over and over."""
+    """Steps of one phase that cycle through `nanoseconds`."""
     return lambda call: ((GEMM,), (nanoseconds[call % len(nanoseconds)],))
 
 
@@ -63,11 +63,10 @@ class Fault:
 
 @dataclass
 class Script:
-    """What one mode does: its n-th step since preparing, what preparing takes, its memory, its faults.
+    """The behaviour of one mode: step times, preparation time, memory, faults.
 
-    `memory` is its share of the worker's capacity, `peak` what it answers in the pass that measures memory.
-    `quantisers` are how many it asks for in its first step, and how many more in each later one; `uncompilable` is why
-    none of them compiles.
+    `memory` is its share of the worker's capacity, `peak` its answer in the memory pass. `quantisers` are those
+    requested by the first step and by each later one; `uncompilable` is the reason why none compiles.
     """
 
     step: Callable[[int], Step] = field(default_factory=lambda: gemm_steps(10 * MS))
@@ -89,21 +88,21 @@ class Script:
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
-    """A script with one fault, by default an exception of the workload's own."""
+    """A script with one fault, by default an exception of the workload."""
     return Script(faults=[Fault(name, error or WorkerFault("ValueError", "no such thing", "the trace"), at)])
 
 
 def lasting(milliseconds: float, **options: Any) -> Script:
-    """A script whose every step is one product that takes so long."""
+    """A script whose every step is one product of this length."""
     return Script(gemm_steps(round(milliseconds * MS)), **options)
 
 
 class FakeWorker(Worker):
-    """`log` holds every request as (name, label, ...); a label is the mode, the control's with a prime.
+    """A fake worker.
 
-    `unanswered` is what the device says where it cannot even be opened. `restarts` counts the processes that would have
-    been ended. Like a real one, a worker that is gone starts with the next request, and is not started to release what
-    it no longer holds.
+    `log` holds every request as (name, label, ...); a label is the mode, with a prime for the control. `unanswered` is
+    the device's message if it cannot be opened. `restarts` counts ended processes. Like a real worker, it restarts at
+    the next request, but not just to release lost states.
     """
 
     def __init__(self, scripts: Mapping[str, Script], capacity: int = 1000) -> None:
@@ -126,7 +125,7 @@ class FakeWorker(Worker):
         return self.now_ns / 1e9
 
     def slots(self, label: str | None = None) -> list[tuple[Any, ...]]:
-        """The slots asked for, those of one label if it is given."""
+        """The requested slots, optionally of one label."""
         return [entry for entry in self.log if entry[0] == "slot" and label in (None, entry[1])]
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -149,11 +148,11 @@ class FakeWorker(Worker):
 
     @property
     def held(self) -> list[str]:
-        """The labels of the states it holds."""
+        """The labels of the stored states."""
         return [self._labels[key] for key in self._calls]
 
     def _strike(self, name: str, label: str) -> None:
-        """Count the request and raise what the script has for it. A worker that is gone has lost its states."""
+        """Counts the request and raises its scripted fault. A lost worker loses its states."""
         asked = self._asked[name, label] = self._asked.get((name, label), 0) + 1
         for fault in self._script(label).faults:
             if fault.name == name and fault.at <= asked <= (fault.until or fault.at):
@@ -180,7 +179,7 @@ class FakeWorker(Worker):
         return self._script(case.mode).wrong_product
 
     def _waiting(self, label: str) -> int:
-        """How many quantisers a mode has asked for by now, less those that are compiled. Modes share none."""
+        """The number of quantisers that a mode has requested and not compiled. Modes share none."""
         mode = label.rstrip("'")
         steps = 1 + max(
             (count for key, count in self._calls.items() if self._labels[key].rstrip("'") == mode), default=0
@@ -244,7 +243,7 @@ class FakeWorker(Worker):
         return self._script(label).uncapturable
 
     def _replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        """A replay takes half of a step."""
+        """A replay takes half as long as a step."""
         label = self._labels[key]
         self.log.append(("replay", label, calls, discard, filling))
         self._strike("replay", label)
@@ -288,7 +287,7 @@ class FakeWorker(Worker):
 
     def _memory(self, case: Case, facts: DeviceFacts, key: str, leaks: bool = True) -> MemoryUse | str:
         self.log.append(("memory", case.mode))
-        assert not self.held, "memory was measured beside states"
+        assert not self.held, "memory was measured while states were held"
         self._strike("memory", case.mode)
         peak = self._script(case.mode).peak
         if key:
@@ -297,7 +296,7 @@ class FakeWorker(Worker):
 
     def _trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
         self.log.append(("trace", case.mode, file))
-        assert not self.held, "a trace was recorded beside states"
+        assert not self.held, "a trace was recorded while states were held"
         self._strike("trace", case.mode)
 
     def _products(self, case: Case, facts: DeviceFacts) -> Products:
@@ -313,7 +312,7 @@ class FakeWorker(Worker):
 
 
 class Listener(SilentObserver):
-    """Keeps what it is told."""
+    """Records every event it receives."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str, float]] = []
@@ -337,13 +336,13 @@ def group(*cases: PlannedCase, reference: int = 0) -> Group:
 def arm(
     precision: str, level: Level = Level.NATIVE, control: bool = False, cache: str = "hot", facts: DeviceFacts = CPU
 ) -> MeasuredArm:
-    """An arm as a group makes it; the control's key has a prime."""
+    """An arm as a group creates it; the control's key has a prime."""
     one = planned(precision, level, cache=cache)
     return MeasuredArm(one.case.id + "'" * control, one, facts)
 
 
 def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int = 0) -> Timing:
-    """One call a slot: each argument is the call's cells in nanoseconds, or one number for one cell."""
+    """One call per slot: each argument holds the cells of a call in nanoseconds."""
     samples = tuple(
         SlotSample(start + number, (tuple(cells),), sum(cells) / 1e9, sum(cells) / 1e9)
         for number, cells in enumerate(slots)
@@ -352,8 +351,8 @@ def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int 
 
 
 def called(*slots: Sequence[int]) -> Timing:
-    """Slots of several calls of one cell each, in nanoseconds."""
-    samples = [SlotSample(number, tuple((ns,) for ns in calls), 0.0, 0.0) for number, calls in enumerate(slots)]
+    """Slots of several calls with one cell each, in nanoseconds."""
+    samples = [SlotSample(number, tuple(zip(calls)), 0.0, 0.0) for number, calls in enumerate(slots)]
     return Timing(Segments(("gemm",), (0,)), tuple(samples))
 
 
@@ -365,7 +364,7 @@ def steady(nanoseconds: int, rounds: int, start: int = 0) -> Timing:
 def record(
     timing: Timing | None, precision: str = "bf16", level: Level = Level.NATIVE, device: str = "cpu", **options: Any
 ) -> Record:
-    """What a group would have made of these samples."""
+    """The record that a group would create from these samples."""
     case = Case("gemm", PARAMS, precision, device)
     return Record(case, Support(level, ""), options.pop("status", Status.OK), timing=timing, **options)
 

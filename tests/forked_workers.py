@@ -1,10 +1,9 @@
-"""Workers that tests start are forked off a process that has imported torch already: 2 s of a processor less each.
+"""Workers of tests are forked from a process that has imported torch, which saves 2 s of CPU time each.
 
-A worker itself is what it always is: its module is run as `python -m` runs it, in a session of its own, with the
-descriptors, environment and folder that it was given. Only the interpreter's own start and end are left out, and not
-everywhere: another interpreter starts, and one whose path customises it, and so do workers of command lines that are
-processes of their own, but for those that `started` starts. Settings that are read at a start have a process of their
-own to be forked off.
+The worker runs its module as `python -m` does, in a separate session, with the given descriptors, environment and
+folder. Only the interpreter's start and end are skipped. Real processes start for other interpreters, for a path that
+customises the interpreter, and for workers of command lines in separate processes, except those that `started` starts.
+For variables read at interpreter start there are separate servers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Variables that an interpreter, its C library or torch read while they start, by how their names begin.
+# Prefixes of variables that an interpreter, its C library or torch read while they start.
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "ATEN_", "ONEDNN_", "DNNL_", "MALLOC_", "LD_")
 _MOST_BYTES = 1 << 20
 _ROOT = str(Path(__file__).resolve().parents[1])
@@ -40,7 +39,7 @@ def _read_at_start(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]
 
 
 def _customised(environment: Mapping[str, str]) -> bool:
-    """Whether a folder of the path has code that an interpreter runs at its start."""
+    """Whether a folder of the path has code that an interpreter runs at start."""
     return any(Path(folder, "sitecustomize.py").exists() for folder in environment["PYTHONPATH"].split(os.pathsep))
 
 
@@ -89,7 +88,7 @@ class OwnForks(Forks):
 
 
 class Forked:
-    """What a Popen is to who holds a worker."""
+    """A forked worker with the interface of Popen."""
 
     def __init__(self, forks: Forks, command: list[str], environment: Mapping[str, str], printed: int) -> None:
         *_, module, connection, lifeline = command
@@ -128,7 +127,7 @@ def _own(environment: Mapping[str, str]) -> OwnForks:
 
 @contextmanager
 def forked(forks_of: Callable[[Mapping[str, str]], Forks | None] = _own) -> Iterator[None]:
-    """Workers that this process starts in the body are, where a fork is the same."""
+    """Forks the workers that this process starts in the body, if a fork is equivalent."""
     from fp8bench.measure import process
 
     def start(command: list[str], *, env: Mapping[str, str], stdout: Any, **options: Any) -> Any:
@@ -148,7 +147,7 @@ def forked(forks_of: Callable[[Mapping[str, str]], Forks | None] = _own) -> Iter
 
 
 def started(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """`python -m fp8bench` with these words, in a process of its own whose workers are forked, too."""
+    """Starts `python -m fp8bench` with these words as a process whose workers are forked too."""
     options["env"] = {**os.environ, **options.get("env", {}), "PYTHONPATH": _ROOT}
     if sys.platform != "linux":
         return subprocess.Popen([sys.executable, "-m", "fp8bench", *words], **options)
@@ -159,12 +158,15 @@ def started(words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 def workers(command: int) -> list[int]:
-    """Those that a command line has been given; `suites.kill.children` says the same of one that forks none."""
-    return [pid for forks in _forks.values() for pid in forks.ask("workers", command)]
+    """The workers of a command line from `started`; `suites.kill.children` finds those of others."""
+    pids: list[int] = []
+    for forks in _forks.values():
+        pids += forks.ask("workers", command)
+    return pids
 
 
 def command() -> None:
-    """What `started` starts: the command line, in this process."""
+    """Main function of the process that `started` starts: runs the command line."""
     connection = socket.socket(fileno=int(sys.argv.pop(1)))
     connection.set_inheritable(False)
     forks, settings = Forks(connection), _read_at_start(_of_workers())
@@ -174,7 +176,7 @@ def command() -> None:
 
 
 def _of_workers() -> dict[str, str]:
-    """The environment of workers that are asked for nothing unusual."""
+    """The environment of workers with default settings."""
     from fp8bench.measure.handle import ProcessWorker
     from fp8bench.model.raw import Settings
 
@@ -182,7 +184,7 @@ def _of_workers() -> dict[str, str]:
 
 
 def _become(module: str, environment: Mapping[str, str], folder: str, descriptors: list[int]) -> None:
-    """This process, just forked, is a worker from here on."""
+    """Turns this forked process into a worker."""
     connection, lifeline, printed = descriptors
     os.chdir(folder)
     os.environ.clear()
@@ -198,7 +200,7 @@ def _become(module: str, environment: Mapping[str, str], folder: str, descriptor
 
 
 def _forget_other_checkouts() -> None:
-    """Where the path leads to another fp8bench than this one, that is what is imported."""
+    """Unloads fp8bench if the path leads to another checkout, so that it is imported from there."""
     found = importlib.machinery.PathFinder.find_spec("fp8bench", sys.path)
     if found is None or found.origin != sys.modules["fp8bench"].__file__:
         for name in [name for name in sys.modules if name.partition(".")[0] == "fp8bench"]:
@@ -206,7 +208,7 @@ def _forget_other_checkouts() -> None:
 
 
 def _end() -> None:
-    """As an interpreter ends, but for its looking through all of torch: 0.2 s."""
+    """Ends like an interpreter, but without collecting torch's objects, which takes 0.2 s."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -215,7 +217,7 @@ def _end() -> None:
 
 
 class Server:
-    """What forks: who asks for workers, and the workers, each with who asked."""
+    """The process that forks: its clients, and the workers with their clients."""
 
     def __init__(self, first: socket.socket) -> None:
         self._first, self._asking = first, {first}
@@ -223,11 +225,11 @@ class Server:
         self._ends: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Until the first one asks no more; command lines come and go."""
+        """Serves until the first client leaves; command lines come and go."""
         while self._first in self._asking:
             for connection in select.select([*self._asking], [], [])[0]:
                 received, descriptors = b"", list[int]()
-                with contextlib.suppress(OSError):  # a command line that has been killed
+                with contextlib.suppress(OSError):  # a killed command line
                     received, descriptors, *_ = socket.recv_fds(connection, _MOST_BYTES, 3)
                 if received:
                     self._answer(connection, *pickle.loads(received), descriptors=descriptors)
@@ -252,7 +254,7 @@ class Server:
     def _start(self, connection: socket.socket, asker: int, *details: Any, descriptors: list[int]) -> None:
         pid = os.fork()
         if pid == 0:
-            os.setsid()  # before it is known to anyone, who might end its session
+            os.setsid()  # before anyone knows its id and could end its session
             _send(connection, os.getpid())
             for one in self._asking:
                 one.close()
@@ -269,12 +271,12 @@ class Server:
 
 
 def _send(connection: socket.socket, answer: object) -> None:
-    with contextlib.suppress(OSError):  # a command line that has been killed, and its workers' lifelines say so
+    with contextlib.suppress(OSError):  # a killed command line, whose workers notice by their lifelines
         connection.send(pickle.dumps(answer))
 
 
 def serve(first: socket.socket) -> None:
-    """Import what a fork is spared, and fork."""
+    """Imports what forks share, then serves."""
     sys.path.insert(0, _ROOT)
     import torch  # noqa: F401
 

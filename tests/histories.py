@@ -55,12 +55,12 @@ def commit(number: int) -> str:
 
 
 def start(hours: float) -> str:
-    """When a run was started, so many hours after the first commit."""
+    """The start time of a run, `hours` after the first commit."""
     return (FIRST + timedelta(hours=hours)).isoformat(timespec="milliseconds")
 
 
 def timing(nanoseconds: int, rounds: int = ROUNDS) -> Timing:
-    """A call a round; the rounds differ a little, the same in every run."""
+    """One call per round; rounds differ slightly, equally in every run."""
     slots = tuple(
         SlotSample(number, ((nanoseconds // 8, nanoseconds + 1000 * (number % 5), 100),), 1e-3, 1e-3)
         for number in range(rounds)
@@ -85,9 +85,9 @@ def records(milliseconds: float = 1.0, status: Status = Status.OK, rounds: int =
 
 
 def run_at(number: int, hours: float | None = None, **changes: object) -> Run:
-    """A run at a commit, which is written so many hours after the first as its number says; measured an hour later.
+    """A run at commit `number`, committed that many hours after the first and measured an hour later.
 
-    `changes` are fields of the run; `facts` among them are facts of its environment, and `id` names it.
+    `changes` are fields of the run; among them `facts` are facts of its environment, and `id` names it.
     """
     when = number + 1 if hours is None else hours
     facts = {
@@ -104,7 +104,7 @@ def run_at(number: int, hours: float | None = None, **changes: object) -> Run:
 
 
 def keep(store: Path, run: Run) -> Path:
-    """Write a run into a store, with an end if it is finished, and leave asv's view as it is."""
+    """Writes a run into a store, with an end if it is finished, and does not update asv's view."""
     writer = start_run(run, store)
     if run.records:
         writer.append(run.records)
@@ -123,7 +123,7 @@ def history(store: Path, *milliseconds: float, **changes: object) -> list[Path]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, but for what can be made again: what a command that only reads must leave alone."""
+    """Every file below a folder except caches: what a read-only command must leave unchanged."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _made_again(path)]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -143,7 +143,7 @@ class _Line:
 
 
 class Trends(NamedTuple):
-    """What a store holds: trends, of how many runs and commits, and how many runs were left out, and why."""
+    """A store's trends, its numbers of runs and commits, and how many runs were left out for which reasons."""
 
     trends: tuple[Trend, ...]
     runs: int
@@ -171,7 +171,7 @@ def figure_of(tracked: TrackedRun, point: Point) -> Figure:
 
 
 def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
-    """All trends whose name is wanted, sorted, by reading every run: what an opened history must say too."""
+    """All trends with requested names, sorted, by reading every run: the oracle for an opened history."""
     lines: dict[tuple[Home, str, Cell], _Line] = {}
     homes: list[Home] = []
     left: Counter[str] = Counter()

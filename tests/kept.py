@@ -21,7 +21,7 @@ _ids = itertools.count()
 
 
 def facts(commit: object = COMMIT, machine: object = "box", **others: Any) -> dict[str, Any]:
-    """What an environment says of a clean commit on a machine that asv could use."""
+    """Environment facts of a clean commit on a machine that asv could use."""
     return {
         "commit": commit,
         "dirty": False,
@@ -45,7 +45,7 @@ def grid_run(
     seconds: int = 0,
     **changes: Any,
 ) -> Run:
-    """fp32 and bf16 of one square, so many rounds of each; it began so many seconds after 2026 did."""
+    """fp32 and bf16 of one square, `rounds` rounds each; starts `seconds` after the beginning of 2026."""
     timings = (
         samples(("gemm", "unattributed"), (900, 20), rounds),
         samples(("gemm", "unattributed"), (500, 9), rounds),
@@ -62,7 +62,7 @@ def grid_run(
         )
         for one, timing in zip(_cases(version), timings, strict=True)
     ]
-    # Each begins later than the one before, so that "last" is the last one.
+    # Each starts after the previous one, so that "last" is the last one.
     number = 0 if "id" in changes else next(_ids)
     wanted = {
         "id": f"{os.getpid() % 0xFFFF:04x}{number:04x}",
@@ -80,7 +80,7 @@ def _cases(version: str) -> Iterator[Any]:
 
 
 def keep(run: Run, store: Path) -> Run:
-    """The run as it is when it was written and read again."""
+    """The run after writing and reading it."""
     writer = start_run(run, store)
     writer.append(run.records)
     writer.finish("finished")
@@ -88,5 +88,5 @@ def keep(run: Run, store: Path) -> Run:
 
 
 def results_files(store: Path) -> list[Path]:
-    """asv's results files in the view, of whatever commit and machine."""
+    """asv's results files in the view, for all commits and machines."""
     return sorted(path for path in (store / "asv" / "results").glob("*/*.json") if path.name != "machine.json")

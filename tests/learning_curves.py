@@ -58,9 +58,9 @@ def lines(
     held: Mapping[str, Sequence[float]] | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> tuple[StreamLine, ...]:
-    """Arms whose losses lie above the reference's by these shares, seed by seed, on training and on held-out text.
+    """Arms whose losses are above the reference's by these shares per seed, on training and held-out text.
 
-    The reference's losses differ from seed to seed. `seconds` is the time of a step of each arm.
+    The reference's losses differ by seed. `seconds` is each arm's step time.
     """
     made: list[StreamLine] = []
     seeds = max(map(len, gaps.values()))

@@ -7,13 +7,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
+from fp8bench.model import Case, Finding, Interval, Label, Record, Scalar, Status, Verdict, Work
 from fp8bench.report.elements import Element, Page, Part
 from fp8bench.report.page.section import Material, material_of, sections
 from fp8bench.report.terminal import layout
-from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples, transformer
+from tests.runs import (
+    EMULATED,
+    NATIVE,
+    REFUSED,
+    Made,
+    case,
+    error,
+    measured,
+    memory,
+    phases,
+    run_of,
+    samples,
+    transformer,
+)
 
-Made = tuple[Run, dict[str, Finding]]
 T = TypeVar("T", bound=Element)
 LONG = "<script>alert(1)</script>" + 275 * "x"
 
@@ -23,12 +35,12 @@ def material(*made: Made) -> Material:
 
 
 def built(name: str, *made: Made) -> Part | None:
-    """What a section makes of these runs."""
+    """The section's part for these runs."""
     return sections()[name].build(material(*made))
 
 
 def part(name: str, *made: Made) -> Part:
-    """The same, where it must have something to say."""
+    """The same, asserting that it is not empty."""
     found = built(name, *made)
     assert found is not None
     return found
@@ -40,13 +52,13 @@ def of_kind(found: Part, kind: type[T]) -> list[T]:
 
 
 def told(elements: Iterable[Element], width: int = 120) -> list[str]:
-    """The lines that a terminal makes of them."""
+    """Their lines on a terminal."""
     lines = layout.render(Page("", "", (Part("", "title", tuple(elements)),)), width=width).splitlines()
     return [line for line in lines[1:] if line]
 
 
 def with_errors(made: Made, *errors: float) -> Made:
-    """The same run, its records with these errors of products in turn."""
+    """The same run with these product errors in its records, in order."""
     run, findings = made
     records = tuple(
         replace(one, measurements=(error("product_error", errors[place % len(errors)]),))
@@ -56,7 +68,7 @@ def with_errors(made: Made, *errors: float) -> Made:
 
 
 def recased(made: Made, changed: Callable[[Case], Case]) -> Made:
-    """The same run with other cases, and its findings with them."""
+    """The same run with other cases, and its findings for them."""
     run, findings = made
     cases = {one.case.id: changed(one.case) for one in run.records}
     records = tuple(replace(one, case=cases[one.case.id]) for one in run.records)
@@ -65,7 +77,7 @@ def recased(made: Made, changed: Callable[[Case], Case]) -> Made:
 
 
 def emulated_with_a_ratio() -> Made:
-    """A run whose emulation carries what would be a speed, if emulations had one."""
+    """A run whose emulated case has a ratio that must not count as a speed."""
     run, findings = transformer()
     case = run.records[2].case.id
     ratio = Interval(0.3, 0.2, 0.4, 0.99)
@@ -73,7 +85,7 @@ def emulated_with_a_ratio() -> Made:
 
 
 def shapes(*wanted: dict[str, Scalar], speed: float = 2.0, labels: tuple[Label, ...] = ()) -> Made:
-    """A group for each: fp32 takes 1 ms, bf16 is so many times as fast, and faster by 1 from shape to shape."""
+    """A group for each shape: fp32 takes 1 ms; bf16's speed-up rises by one from shape to shape."""
     records, findings = [], {}
     for number, params in enumerate(wanted):
         fp32, bf16, fp8 = (case("gemm", name, params) for name in ("fp32", "bf16", "fp8"))
@@ -101,12 +113,12 @@ def shapes(*wanted: dict[str, Scalar], speed: float = 2.0, labels: tuple[Label, 
 
 
 def nothing() -> Made:
-    """A run without a single case."""
+    """A run without cases."""
     return run_of([]), {}
 
 
 def skipped() -> Made:
-    """Cases that were skipped or failed, and nothing else."""
+    """A run with only skipped and failed cases."""
     records = [
         Record(case("gemm", "fp32", {"m": 1}), NATIVE, Status.FAILED, reason="out of memory, even alone"),
         Record(case("gemm", "fp4", {"m": 1}), REFUSED, Status.SKIPPED, reason="no backend"),
@@ -115,7 +127,7 @@ def skipped() -> Made:
 
 
 def strange() -> Made:
-    """Names that are markup and 300 characters long; errors, memory and times that are no numbers."""
+    """A run with names that are 300 characters of markup, and non-finite errors, memory and times."""
     found, findings = measured()
     measurements = (
         error("product_error", math.nan),
@@ -145,7 +157,7 @@ def strange() -> Made:
 
 
 def many(count: int) -> Made:
-    """So many groups of three cases, with samples, memory and errors."""
+    """A run of `count` groups of three cases, with samples, memory and errors."""
     records, findings = [], {}
     parts = ("cast", "gemm", "attention", "elementwise", "unattributed")
     for number in range(count):

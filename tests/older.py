@@ -1,4 +1,4 @@
-"""Files as older versions wrote them, without numbers and checksums: what is changed in them is read as it stands."""
+"""Files in the format of older versions, without line numbers and checksums, so that tests can change them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def without_sums(content: bytes) -> bytes:
 
 
 def as_older(path: Path) -> Path:
-    """The same file, without."""
+    """The same file without numbers and checksums."""
     path.write_bytes(without_sums(path.read_bytes()))
     return path
 
 
 def changed_document(path: Path) -> dict[str, object]:
-    """What a JSON document says, to be changed on purpose: without its checksum."""
+    """The content of a JSON document without its checksum, so that a test can change it."""
     content = json.loads(path.read_text())
     content.pop("sum", None)
     return dict(content)

@@ -41,18 +41,18 @@ class {title}(Workload):
 
 
 def adding_up(name: str, *values: int, history: str = "None") -> str:
-    """A file with a suite that adds up so many whole numbers."""
+    """A file with a suite that adds whole numbers, as many as its value says."""
     return _SUITE.format(name=name, title=name.capitalize(), values=tuple(map(str, values)), history=history)
 
 
 @contextmanager
 def forgotten(folder: Path) -> Iterator[None]:
-    """What files below a folder register in the body, and their modules, are forgotten afterwards."""
+    """Unregisters and unloads, after the body, everything that files below a folder registered."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         for registry in (workloads, precisions, backends, devices):
-            registry.names()  # all of fp8bench's own are there before one is added
+            registry.names()  # load all built-in ones before adding one
             patch.setattr(registry, "_leaves", dict(registry._leaves))
         yield
     for name in set(sys.modules) - before:
@@ -62,7 +62,7 @@ def forgotten(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def suite_file(folder: Path, code: str) -> Iterator[str]:
-    """A file of that code, which is imported: what it registers is known in the body, and forgotten afterwards."""
+    """Imports a file of that code; its registrations end with the body."""
     from fp8bench.user_code import import_user_modules
 
     file = folder / "own_suite.py"
@@ -81,7 +81,7 @@ def suite_run(
     observer: SilentObserver | None = None,
     **asked: Any,
 ) -> Iterator[Run]:
-    """A run, on a processor, of suites whose code this is."""
+    """A CPU run of suites with this code."""
     from fp8bench import pipeline
     from fp8bench.model import Request
     from fp8bench.protocols import SilentObserver

@@ -1,7 +1,7 @@
-"""A suite whose operators say what the simulated device takes while they run: the truth of each phase is a product.
+"""A suite whose operators tell a simulated device their power: the true energy of each phase is watts times seconds.
 
-Run with the library of tests/measure/sensors/nvml/, whose state FP8BENCH_TEST_NVML names. An operator takes its watts
-for as long as it says, on the clock and not as long as it really took, so that a loaded machine changes nothing.
+It runs with the library of tests/measure/sensors/nvml/, whose state FP8BENCH_TEST_NVML names. Watts apply for the
+modelled time on the clock instead of the real time, so that load has no effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Teller:
         self._at, self._joules, self._watts = 0, 0.0, self.state.device[0].low
 
     def take(self, watts: float, seconds: float) -> None:
-        """So many watts from now on for so long, then what idling takes; returns after that."""
+        """Draws these watts for these seconds, then idle power; returns afterwards."""
         start = time.monotonic_ns()
         end = start + round(seconds * 1e9)
         self._change(start, watts)
@@ -66,21 +66,21 @@ def step_in_progress() -> Iterator[None]:
 
 @torch.library.custom_op("told::burn", mutates_args=())
 def burn(x: Tensor, watts: float, seconds: float) -> Tensor:
-    """Takes so many watts for so long."""
+    """Draws these watts for these seconds."""
     teller.take(watts, seconds)
     return x + 1
 
 
 @torch.library.custom_op("told::pretend", mutates_args=())
 def pretend(x: Tensor, watts: float, seconds: float) -> Tensor:
-    """Takes a third of them where it is called by anybody but the step."""
+    """Takes a third as long when called by anything but the step."""
     teller.take(watts if stepping else watts / 3, seconds)
     return x + 1
 
 
 @torch.library.custom_op("told::lower", mutates_args=())
 def lower(x: Tensor, watts: float, seconds: float) -> Tensor:
-    """Whoever calls it lowers the power limit for good."""
+    """Lowers the power limit for good when called."""
     teller.state.device[0].enforced_cap_mw = 500_000
     teller.take(watts, seconds)
     return x + 1
@@ -88,7 +88,7 @@ def lower(x: Tensor, watts: float, seconds: float) -> Tensor:
 
 @workloads.register("told")
 class Told(Workload):
-    """Four phases of known power; what `how` says goes on in the product."""
+    """Four phases of known power; `how` changes the product."""
 
     name = "told"
     summary = "phases of known power"
@@ -112,7 +112,7 @@ class Told(Workload):
             with phase.gemm:
                 product = {"pretend": pretend, "lower": lower}.get(how, burn)
                 watts, seconds = _told("gemm")
-                if how == "hidden":  # half of it, past all operators
+                if how == "hidden":  # half of it outside of operators
                     seconds /= 2
                     teller.take(watts, seconds)
                 x = product(x, watts, seconds)

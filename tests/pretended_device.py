@@ -1,6 +1,6 @@
-"""Autograd's device thread without a GPU: a pretended accelerator whose tensors wrap CPU tensors.
+"""Autograd's device thread without a GPU: a fake accelerator whose tensors wrap CPU tensors.
 
-Its registration is global, so that it happens in a process of its own. The API is private and may vanish.
+Registration is global, so it runs in a separate process. The API is private and may vanish.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compute(operator, *args, **kwargs):
 library = torch.library.Library("_", "IMPL")
 library.fallback(compute, "PrivateUse1")
 """
-# The engine's thread may still be on its way out of Python: an interpreter that ends under it aborts the process.
+# The engine's thread may still be leaving Python: ending the interpreter now would abort the process.
 _AFTER = """
 sys.stdout.flush()
 os._exit(0)
@@ -55,7 +55,7 @@ os._exit(0)
 
 
 def run_pretended(script: str) -> list[str]:
-    """What a script prints that has `Pretended(tensor)`; skips where this torch has no Python accelerators."""
+    """The output of a script that uses `Pretended(tensor)`; skips if torch has no Python accelerators."""
     command = [sys.executable, "-W", "error", "-c", _BEFORE + script + _AFTER]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)

@@ -38,13 +38,14 @@ from fp8bench.model import (
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs.run_file import plan_of
 
-Make = Callable[[], tuple[Run, dict[str, Finding]]]
+Made = tuple[Run, dict[str, Finding]]
+Make = Callable[[], Made]
 CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")
 NATIVE = Support(Level.NATIVE, "torch's own kernels")
 EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, products in fp32")
 REFUSED = Support(Level.REFUSED, "no backend")
 
-# Everything that a terminal says of a run, not its answer alone.
+# The whole terminal output of a run, not only its summary.
 render_whole = partial(render, whole=True)
 
 
@@ -53,7 +54,7 @@ def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
 
 
 def run_of(records: list[Record], **changes: object) -> Run:
-    """A run whose plan is just what its records say."""
+    """A run whose plan consists of these records' cases."""
     plan = plan_of(records)
     run = Run(
         "20260105-120000",
@@ -77,7 +78,7 @@ def memory(peak: int) -> Measurement:
     return Measurement("peak_memory", "B", (float(peak),), description="memory at the highest point of a step")
 
 
-def transformer() -> tuple[Run, dict[str, Finding]]:
+def transformer() -> Made:
     """One group: bf16 as the reference, fp16 slower and in doubt, fp8 emulated; all with their memory."""
     work = Work(flops=3.1e9, tokens=1024)
     params: dict[str, Scalar] = {"layers": 4, "width": 256, "heads": 4, "context": 256, "batch": 4}
@@ -157,7 +158,7 @@ def phases(best: float, **shares: float) -> tuple[tuple[str, float], ...]:
 
 
 def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
-    """Operands within the range of bf16 and fp16; how many lie outside E4M3's and E2M1's depends on their columns."""
+    """Operands within the range of bf16 and fp16; the shares outside E4M3's and E2M1's depend on their columns."""
     outside = (
         ("bf16", 0.0, 0.0),
         ("fp16", 0.0, 0.0),
@@ -167,10 +168,10 @@ def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
     return TensorStatistics("operand", role, rows * columns, amax, outside)
 
 
-def gemm() -> tuple[Run, dict[str, Finding]]:
+def gemm() -> Made:
     """Three groups: fp32 as the reference, bf16 faster, fp8 emulated; nvfp4 skipped, one fp8 failed.
 
-    Each has data of its own: the first loses most to E2M1, the last most to E4M3, and it has the largest amax.
+    Each has separate data: the first loses most to E2M1, the last most to E4M3, with the largest amax.
     """
     records, findings = [], []
     for m, n, k, best in ((256, 256, 256, 412e-6), (512, 512, 512, 3.05e-3), (1, 2048, 2048, 871e-6)):
@@ -213,7 +214,7 @@ def gemm() -> tuple[Run, dict[str, Finding]]:
     return run_of(records), {one.case.id: one for one in findings}
 
 
-def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> tuple[Run, dict[str, Finding]]:
+def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> Made:
     """A group of gemm (m=64, m=128, ...) for each verdict on bf16, its ratio to fp32, and its labels."""
     records, findings = [], []
     for number, (verdict, ratio, *labels) in enumerate(verdicts, 1):
@@ -221,7 +222,7 @@ def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> tuple
         records += [Record(fp32, NATIVE, Status.OK, is_reference=True), Record(bf16, NATIVE, Status.OK)]
         interval = None if ratio is None else Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99)
         why = "the interval is too wide to tell" if verdict is Verdict.UNSURE else ""
-        floor = 0.5 if labels else 0.004  # no effect outweighs a label beside the former
+        floor = 0.5 if labels else 0.004  # with the former label no effect is large enough
         findings += [
             Finding(fp32, Verdict.REFERENCE, 1e-3, 1e-3, 0.01, floor=0.004, phases=phases(1e-3, gemm=0.97)),
             Finding(
@@ -260,7 +261,7 @@ energies = st.builds(EnergyUse, words, st.lists(windows, max_size=4).map(tuple),
 
 
 @st.composite
-def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
+def wild_runs(draw: st.DrawFn) -> Made:
     """Runs with long names and reasons, any labels and any numbers."""
     records, findings = [], {}
     for size in range(draw(st.integers(1, 3))):
@@ -305,21 +306,17 @@ def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
 
 
 def samples(phases: tuple[str, ...], microseconds: tuple[int, ...], rounds: int = 12, start: int = 0) -> Timing:
-    """Two calls a slot; the second, and every round after the first, a little slower, by other amounts each."""
-    slots = tuple(
-        SlotSample(
-            number,
-            tuple(tuple(1000 * cell + 37 * number * call + 11 * call for cell in microseconds) for call in (1, 2)),
-            1e-3,
-            1e-3,
-        )
-        for number in range(start, start + rounds)
-    )
-    return Timing(Segments(phases, tuple(range(len(phases)))), slots)
+    """Two calls per slot; the second call, and rounds after the first, are slightly slower by varying amounts."""
+    slots = []
+    for number in range(start, start + rounds):
+        first = tuple(1000 * cell + 37 * number + 11 for cell in microseconds)
+        second = tuple(1000 * cell + 74 * number + 22 for cell in microseconds)
+        slots.append(SlotSample(number, (first, second), 1e-3, 1e-3))
+    return Timing(Segments(phases, tuple(range(len(phases)))), tuple(slots))
 
 
-def measured() -> tuple[Run, dict[str, Finding]]:
-    """Two groups with raw samples, and cases of every kind: native, emulated, apart, skipped, failed."""
+def measured() -> Made:
+    """Two groups with raw samples and cases of every kind: native, emulated, apart, skipped, failed."""
     work = Work(flops=4e6, tokens=32, bytes=1e5)
     parts = ("cast", "gemm", "cast", "unattributed")
     plain = ("gemm", "unattributed")

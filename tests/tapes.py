@@ -11,12 +11,12 @@ from fp8bench.tape.recorder import OperatorTape
 
 
 def tape_of(run: Callable[[], object]) -> Tape:
-    """Of what runs in no phase."""
+    """A tape of operators outside of phases."""
     return tape_in_phases(lambda phase: run())
 
 
 def tape_in_phases(run: Callable[[Phases], object]) -> Tape:
-    """Of a step that says what it is at."""
+    """A tape of a step with phases."""
     mode = OperatorTape()
     with mode:
         run(mode.phases)
@@ -24,6 +24,6 @@ def tape_in_phases(run: Callable[[Phases], object]) -> Tape:
 
 
 def only(tape: Tape, operator: str) -> OperatorCount:
-    """The one row of an operator."""
+    """The only row of an operator."""
     (found,) = (one for one in tape.operators if one.operator == operator)
     return found

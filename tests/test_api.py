@@ -89,7 +89,7 @@ def test_values_of_options_may_be_one_text_or_many(value: object, texts: tuple[s
         ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
         ({"precision_map": {"mlp": "fp8"}}, "unknown layer of suite"),
         ({"suite": None}, "suite must be a suite's name, .* got None"),
-        ({"store": ""}, "store cannot be ''"),  # it would be the working directory
+        ({"store": ""}, "store cannot be ''"),  # would be the working directory
         ({"store": "s3://bucket/store"}, "which is an address"),
         ({"sessions": "3@soon"}, "sessions: expected a time below a week"),
     ],
@@ -131,7 +131,7 @@ class Notebook(Workload):
 
 
 class Listener:
-    """An observer that writes down what it is told."""
+    """An observer that records what it receives."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -202,7 +202,7 @@ def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None
 def test_the_signature_is_the_command_lines_options() -> None:
     suite = commands_of(build_parser())["suite"]
     plain = vars(build_parser().parse_args(["suite"]))
-    # A call has other words for these, or no need of them.
+    # A call has other parameters for these, or needs none.
     of_the_line = {
         "dry_run",
         "config",
@@ -230,7 +230,7 @@ def test_the_signature_is_the_command_lines_options() -> None:
 
 
 def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # in no repository: a commit made meanwhile would forbid it
+    monkeypatch.chdir(tmp_path)  # outside any repository, as a commit made during the test would forbid it
 
     class Stopping(Listener):
         def finished(self, record: Record) -> None:

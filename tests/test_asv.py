@@ -1,6 +1,6 @@
-"""Both doors lead to one history: asv's real commands in a repository made for the test, in a home of their own.
+"""Both interfaces share one history: real asv commands in a new repository with a separate home.
 
-What happens is told once, in order (`story`), because each step costs seconds; the tests look at what each left.
+All steps run once, in order (`story`), because each takes seconds; the tests check what each step left.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tests.histories import FOLLOWED
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 ASV = [str(BIN / "asv")] if (BIN / "asv").exists() else [sys.executable, "-m", "asv"]
-WHOLE = 24  # rounds, which are enough not to be hasty
+WHOLE = 24  # enough rounds not to be hasty
 PATIENCE = 300.0
-# Three workloads of a millisecond: the calls of shorter ones fill files. Each is wrong by as much as its name says.
+# Three workloads of a millisecond (shorter ones fill files with calls). The error of each is in its name.
 MY_WORK = """
 from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
 
@@ -80,7 +80,7 @@ class Leaving(Counting):
     name, wrong = "leaving", 0.5
 """
 SUITE = '''
-"""What asv follows of the suite {name}."""
+"""The suite {name} as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 
@@ -92,7 +92,7 @@ class {title}(asv_bridge.Suite):
     def setup_cache(self):
         return self.measure()
 '''
-# Each combination costs asv a process: no more than the tests look at.
+# Each combination costs asv a process, so there are no more than the tests need.
 FIRST = r"adding.*track_time\('fp32'|(adding|taking).*track_size_error\(.*50000"
 AGAIN = r"adding.*track_time\('fp32', 50000|gemm.*track_product_error\(.*'512'\)"
 SECOND = r"(adding|taking).*track_time\('fp32', 50000"
@@ -108,7 +108,7 @@ class Place:
     said: dict[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """A home of its own, no GPU, and the fp8bench of this checkout in all processes, those of asv among them."""
+        """A separate home, no GPU, and this checkout's fp8bench in all processes, including asv's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("ASV_", "GIT_"))}
         of_git = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
         packages = {"PYTHONPATH": str(ROOT), "ASV_PYTHONPATH": str(ROOT)}
@@ -133,7 +133,7 @@ class Place:
         return self.run("git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words).strip()
 
     def commit(self, date: str) -> str:
-        """Commit all files; returns the hash."""
+        """Commits all files; returns the hash."""
         self.git("add", "-A")
         self.git("commit", "-q", "-m", "x", "--date", date)
         return self.git("rev-parse", "HEAD")
@@ -142,7 +142,7 @@ class Place:
         return self.run(*ASV, *words, expected=expected)
 
     def fp8bench(self, *words: str) -> str:
-        """Runs fp8bench by another name of the interpreter than asv uses."""
+        """Runs fp8bench with another name of the interpreter than asv uses."""
         return self.run(str(other_python()), "-m", "fp8bench", *words)
 
     @property
@@ -195,7 +195,7 @@ def other_python() -> Path:
 
 @dataclass
 class Story:
-    """What happened: two commits, and what there was after each step."""
+    """Two commits, and the files after each step."""
 
     place: Place
     commits: list[str] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Story:
 
 
 def make_place(folder: Path) -> Place:
-    """A repository with this project's configuration, its suite of products, and two suites of a user's own."""
+    """A repository with this project's configuration, its suite of products, and two user suites."""
     place = Place(folder / "project", folder / "home")
     place.home.mkdir()
     (place.root / "suites").mkdir(parents=True)
@@ -254,12 +254,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_check_finds_nothing_wrong(story: Story) -> None:
-    """Every reader takes the cache and all parameters."""
     assert "No problems found" in story.said["check"]
 
 
 def test_asv_measures_a_suite_once_and_keeps_the_run(story: Story) -> None:
-    """One run a suite file, of the whole grid; quick, because asv was."""
     step = story.steps["quick asv"]
     assert [(run.origin, run.request.suite) for run in step.runs] == [("asv", "adding"), ("asv", "taking")]
     for run in step.runs:
@@ -276,7 +274,7 @@ def test_what_is_not_on_this_machine_is_not_applicable(story: Story) -> None:
 
 
 def test_two_suite_files_never_share_a_cache(story: Story) -> None:
-    """They are the same text, line by line: asv tells caches apart by module and line."""
+    """Their text is equal line by line, and asv identifies caches by module and line."""
     step = story.steps["quick asv"]
     adding, taking = "adding.Adding.track_size_error", "taking.Taking.track_size_error"
     keys = [step.benchmarks[name]["setup_cache_key"].split(":") for name in (adding, taking)]
@@ -296,7 +294,7 @@ for name in ("gemm", "mlp"):
 
 
 def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
-    """asv would silently give the second class the first one's numbers."""
+    """Otherwise asv would silently give the second class the first one's numbers."""
     place = make_place(tmp_path)
     (place.root / "suites" / "gemm.py").write_text(f"from fp8bench import asv_bridge\n{ONE_CACHE}")
     done = discover(place.root / "suites", place)
@@ -304,7 +302,6 @@ def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
-    """In one file, though the interpreter has another name there; hasty samples give way to whole ones."""
     before, after = story.steps["quick asv"], story.steps["whole suite"]
     assert len(story.place.files(story.commits[0])) == 1
     assert after.repeat("adding.Adding.track_time") == WHOLE != before.repeat("adding.Adding.track_time")
@@ -312,14 +309,14 @@ def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
         key: before.file[key] for key in ("params", "env_name", "python", "date", "commit_hash")
     }
     assert re.search(r"history: 4 cases of commit [0-9a-f]{8} in asv's view", story.said["whole suite"])
-    # The other suite's figures stay asv's.
+    # The other suite's figures remain asv's.
     for cell in (FP32, BF16):
         name = "taking.Taking.track_size_error"
         assert after.value(name, cell) == before.value(name, cell) and after.repeat(name, cell) == 1
 
 
 def test_the_doors_have_two_names_for_the_interpreter() -> None:
-    """Without a second name the test above would show less."""
+    """With only one name the previous test would show less."""
     if str(other_python()) == sys.executable and not (BIN / "asv").exists():
         pytest.skip("this environment has one name for its interpreter")
     assert other_python().samefile(sys.executable)
@@ -327,7 +324,6 @@ def test_the_doors_have_two_names_for_the_interpreter() -> None:
 
 @for_each("step", ["quick asv again", "quick suite"])
 def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
-    """By neither door: asv itself overwrites what it has."""
     before, after = story.steps["whole suite"], story.steps[step]
     for cell in (FP32, BF16):
         assert after.repeat("adding.Adding.track_time", cell) == WHOLE
@@ -339,19 +335,16 @@ def test_whole_runs_put_their_samples_together(story: Story) -> None:
     step = story.steps["whole suite again"]
     assert step.repeat("adding.Adding.track_time") == 2 * WHOLE
     assert [run.origin for run in step.runs].count("asv") >= 3
-    samples = [
-        sample
-        for run in step.runs
-        if not run.request.quick
-        for record in run.records
-        if (record.case.workload, record.case.precision) == ("adding", "fp32")
-        for sample in record.timing.slots  # type: ignore[union-attr]
-    ]
-    assert len(samples) == 2 * WHOLE
+    num_rounds = 0
+    for run in step.runs:
+        for record in run.records if not run.request.quick else ():
+            if (record.case.workload, record.case.precision) == ("adding", "fp32"):
+                num_rounds += record.timing.num_rounds  # type: ignore[union-attr]
+    assert num_rounds == 2 * WHOLE
 
 
 def test_asv_forgets_what_it_did_not_discover_and_the_view_brings_it_back(story: Story) -> None:
-    """benchmarks.json is asv's: after `asv run` a suite without a file is missing, not its figures."""
+    """benchmarks.json is asv's: after `asv run` it lacks a suite without a file, but figures remain."""
     name = "leaving.Leaving.track_time"
     assert name not in story.steps["quick asv"].benchmarks
     assert name in story.steps["whole suite"].benchmarks
@@ -362,7 +355,6 @@ def test_asv_forgets_what_it_did_not_discover_and_the_view_brings_it_back(story:
 
 
 def test_the_view_leaves_asvs_definitions_as_they_are(story: Story) -> None:
-    """asv's have more in them (a cache's key, a timeout) than the view knows."""
     asvs, ours = story.steps["quick asv"].benchmarks, story.steps["whole suite"].benchmarks
     assert {name: ours[name] for name in asvs} == dict(asvs)
     assert "setup_cache_key" in ours["adding.Adding.track_time"]
@@ -378,7 +370,6 @@ def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
 
 @for_each("commit", [0, 1])
 def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
-    """A suite run wrote all of the first commit's file, asv the second's."""
     place, before = story.place, story.place.snapshot(story.commits[commit])
     store = tmp_path / "store"
     shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")
@@ -390,7 +381,7 @@ def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: P
     }
     after = Snapshot(asv_results.Results.load(str(path)), {}, content, [])
     times = {"adding.Adding.track_time", "taking.Taking.track_time"}
-    # What asv was not asked for it did not read, though it was measured; the next suite run brings it.
+    # asv reads only the requested figures, although all were measured; the next suite run adds the others.
     for name in times if commit else set(before.file["results"]):
         for cell in itertools.product(*before.loaded.get_result_params(name)):
             if not math.isnan(before.value(name, cell)):
@@ -419,7 +410,7 @@ def test_publish_draws_one_line_through_both_commits(story: Story) -> None:
 
 
 def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:
-    """Runs asv's discovery as asv does: in another process and folder. The list is in result.json."""
+    """Runs asv's discovery in a separate process and folder, as asv does. The list is in result.json."""
     place.home.mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, asv_runner.BENCHMARK_RUN_SCRIPT, "discover", str(suites), str(place.home / "result.json")],
@@ -434,7 +425,7 @@ def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What asv finds in this project's suites."""
+    """asv's discovery of this project's suites."""
     folder = tmp_path_factory.mktemp("discovery")
     place = Place(folder, folder / "home")
     done = discover(ROOT / "suites", place)
@@ -445,15 +436,15 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 @for_each("name", FOLLOWED)
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
-    """Otherwise an `asv run` would hide what a suite run filed."""
+    """Otherwise an `asv run` would hide a suite run's figures."""
     workload = workloads.get(name)
     define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None), [])
     ours = load_benchmarks(tmp_path / "benchmarks.json")
     theirs = {key: benchmark for key, benchmark in discovered.items() if key.partition(".")[0] == name}
-    words = ("name", "type", "unit", "params", "param_names", "version")
-    assert {key: {word: benchmark[word] for word in words} for key, benchmark in theirs.items()} == {
-        key: {word: benchmark[word] for word in words} for key, benchmark in ours.items()
-    }
+    assert theirs.keys() == ours.keys()
+    for key, benchmark in theirs.items():
+        for word in ("name", "type", "unit", "params", "param_names", "version"):
+            assert benchmark[word] == ours[key][word], (key, word)
     keys = {finding["setup_cache_key"] for finding in theirs.values()}
     assert len(keys) == 1 and next(iter(keys)).startswith(f"{name}:")
     assert all(finding["setup_cache_timeout"] >= 600 for finding in theirs.values())

@@ -50,7 +50,7 @@ MINE = adding_up("mine", 10, history='Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty project. What its files register is forgotten afterwards."""
+    """An empty project. Registrations by its files are removed afterwards."""
     root = tmp_path / "project"
     (root / "sheds").mkdir(parents=True)
     (root / "sheds" / "__init__.py").touch()
@@ -127,7 +127,7 @@ def test_a_class_that_asv_would_misread_is_refused(reason: str, project: Path) -
 
 
 def test_a_class_between_cannot_hide_a_missing_cache(project: Path) -> None:
-    """Classes that inherit a cache would all be given the first one's numbers."""
+    """All classes that inherit a cache would get the first one's numbers."""
     middle = GEMM + "\n\nclass More(Gemm):\n    workload = 'gemm'\n"
     with pytest.raises(UsageError, match=r"gemm\.More is of workload 'gemm'"):
         suite(project, middle)
@@ -167,7 +167,7 @@ MEASURED = {
 
 
 def test_readers_give_samples_or_nothing_or_fail(project: Path) -> None:
-    """asv makes statistics of samples, shows NaN as not applicable, and an exception as failed."""
+    """asv computes statistics from samples, and shows NaN as not applicable and an exception as failed."""
     gemm = suite(project, GEMM).Gemm()
     assert gemm.track_time(MEASURED, *CELL) == {"samples": [1.0, 2.0], "number": 1}
     assert math.isnan(gemm.track_relative_time(MEASURED, *CELL))
@@ -292,7 +292,6 @@ START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c',
     ],
 )
 def test_the_asv_that_started_a_process_is_asked(command: str, quick: str, between: int, tmp_path: Path) -> None:
-    """Real processes, also with one in between, as asv's fork server is."""
     program = ASK
     for _ in range(between):
         program = START.format(program=program)
@@ -336,7 +335,7 @@ def record(milliseconds: int, **changes: Any) -> Record:
 
 
 def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run:
-    """A run of a commit on a machine; its id says when."""
+    """A run of a commit on a machine; its id encodes the time."""
     environment = Environment({"machine": "box", "commit": COMMIT, "dirty": False, **MACHINE, **facts})
     return run_of(
         list(records),
@@ -351,7 +350,7 @@ def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """What asv gets of gemm's bf16 time when it measures `own`, beside the runs `others` of its store."""
+    """The samples of gemm's bf16 time that asv gets after measuring `own`, with the runs `others` in the store."""
 
     def ask(own: Run | BaseException, *others: Run, series: str = TIME, **told: Any) -> Any:
         for one in others:
@@ -400,14 +399,12 @@ GIVEN: dict[str, tuple[Run, list[Run], list[float]]] = {
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
-    """On the same machine, Python and software; a quick run counts if there is nothing better."""
     own, others, expected = GIVEN[what]
     kind, numbers = asked(own, *others)
     assert kind == "samples" and json.loads(json.dumps(numbers)) == numbers == expected  # asv writes them as JSON
 
 
 def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
-    """asv keeps what the commit has come to, or is told why there is nothing."""
     dirty = a_run("run2", record(3), dirty=True)
     kind, why = asked(dirty, saved_as=COMMIT)
     assert (kind, why) == ("failed", "the files differ from commit 01234567, so that these are not its numbers")
@@ -420,7 +417,6 @@ def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -
 def test_what_is_checked_out_is_not_saved_under_another_commit(
     asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The named commit keeps its own figures."""
     other = "f" * 40
     known = {"HEAD": COMMIT, "HEAD~1": other}
     monkeypatch.setattr(asv_measuring, "find_commit", lambda word, folder: known.get(word))

@@ -1,4 +1,4 @@
-"""A suite with a cache that is hot, cold and rotating, end to end: measured, told, stored, and gone on with."""
+"""A suite with hot, cold and rotating caches, end to end: measured, printed, stored and resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.commands import Say
 from tests.own_suites import forgotten
 
-# 4 MiB, so that a last cache has room for it and the states that rotate are few.
+# 4 MiB, within a last-level cache, and with few rotating states.
 SUITE = """
 from fp8bench.suites import Work, Workload, workloads
 
@@ -39,7 +39,6 @@ ASKED = ("--set", "cache=hot,cold,rotating", "--rounds", "3", "--dtypes", "fp32"
 
 @pytest.mark.slow
 def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine: who says how large its cache is measures, who does not says so in the row."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "summing.py").write_text(SUITE)
     with forgotten(tmp_path):
@@ -63,7 +62,7 @@ def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypa
         assert taken["states"] >= 2 and (taken["state_bytes"] - (4 << 20)) in range(64)
         assert (taken["states"] - 1) * taken["state_bytes"] <= 2 * size <= 256 * taken["state_bytes"] + size
         _, text, _ = fp8bench("show", run["id"], "--notes")
-        assert "was written over twice" in " ".join(text.split())
+        assert "was overwritten twice" in " ".join(text.split())
         assert f"{taken['states']} states of 4.00 MiB took turns" in " ".join(text.split())
         lines = Path(run["path"]).read_bytes().splitlines(keepends=True)
         Path(run["path"]).write_bytes(b"".join(lines[:3]))  # its header, and two of its three records

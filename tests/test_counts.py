@@ -29,7 +29,7 @@ def test_all_rows_run_and_those_that_fail_are_named() -> None:
 
 @for_each("number", [1, 2])
 @for_each("word", ["a", "b"])
-def test_each_row_has_a_folder_and_patches_of_its_own(
+def test_each_row_has_a_separate_folder_and_patches(
     number: int, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not [*tmp_path.iterdir()] and len(SEEN) != 99

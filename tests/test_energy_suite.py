@@ -1,4 +1,4 @@
-"""Whole suites in processes of their own, with the real pynvml and the library of tests/samplers/nvml/ for a driver."""
+"""Whole suites in separate processes, with the real pynvml and the library of tests/samplers/nvml/ as a driver."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dt
 
 @pytest.fixture(scope="module")
 def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
-    """The library, built once, and asked by other processes alone."""
+    """The library, built once, and loaded only by other processes."""
     if why_not():
         pytest.skip(why_not())
     return Simulation(build(tmp_path_factory.mktemp("nvml")))
 
 
 def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0, warming_up: bool = False) -> tuple[Run, str]:
-    """The run that a command line leaves, and what it printed."""
+    """The run that a command line stores, and its output."""
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
     if warming_up:
         environment.pop("FP8BENCH_WARM_UP")
@@ -47,14 +47,12 @@ def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0, warmin
 
 
 def settled_in_time(settling: Settling | None) -> TypeGuard[Settling]:
-    """The clock and the temperature of the library stand still; on a busy machine the time may be over before that is
-    seen."""
+    """The library's clock and temperature are constant; on a busy machine the time limit may come first."""
     return settling is not None and (settling.settled or settling.looks[-1].at >= settling.limit)
 
 
 def quick_counter(simulation: Simulation) -> Device:
-    """One whose ticks come so fast that a window has enough of them, also where the system stops its process for a
-    while."""
+    """A counter so fast that windows have enough ticks even if the system stops the process for a while."""
     device = simulation.reset()
     device.period_ns = 10_000_000
     return device
@@ -67,10 +65,6 @@ def energies(run: Run) -> list[EnergyUse]:
 
 @pytest.mark.slow
 def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
-    """At a constant power every window is that power times its length; the state of the device is there too.
-
-    Turns of seconds stand beside the slots, in the record and the table, at the clock and the power of the device.
-    """
     quick_counter(simulation).reasons = 0x4
     run, text = ran(simulation, tmp_path, *GEMM, "--quick", "--sustained", "1", warming_up=True)
     assert len(energies(run)) == 2
@@ -100,7 +94,7 @@ def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation
 
 @pytest.mark.slow
 def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulation, tmp_path: Path) -> None:
-    """Throttling matters for times, too; the counter is not asked once."""
+    """Throttling affects times too; the counter is never read."""
     simulation.reset().reasons = 0x40
     simulation.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
     run, _ = ran(simulation, tmp_path, *GEMM, "--quick", "--no-energy")
@@ -110,7 +104,6 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
 
 @pytest.mark.slow
 def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: Path) -> None:
-    """The run goes on, with exit code 0 and no number."""
     simulation.reset()
     for function, code in (("nvmlDeviceGetTotalEnergyConsumption", 15), ("nvmlDeviceGetFieldValues", 15)):
         simulation.fail(function, code, first=40)
@@ -124,19 +117,18 @@ def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: 
 
 @pytest.mark.slow
 def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path) -> None:
-    """It is waited for a few seconds once, and left alone from then on; the process ends although a call never does."""
     quick_counter(simulation)
     simulation.fail("nvmlDeviceGetTotalEnergyConsumption", first=60, delay=1e6)
     run, _ = ran(simulation, tmp_path, *GEMM, "--quick")
     assert all(record.timing is not None for record in run.records)
     uses = energies(run)
     assert uses and all("gave no answer for 5 s" in use.why for use in uses)
-    assert all(window.joules > 0 for use in uses for window in use.windows)
+    for use in uses:
+        assert all(window.joules > 0 for window in use.windows)
 
 
 @pytest.mark.slow
 def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
-    """By windows of its own at the power that the counter shows; the table of arms has the joules of a step."""
     quick_counter(simulation)
     write_tokens(tmp_path / "text")
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}

@@ -10,7 +10,7 @@ from fp8bench.errors import Fp8benchError, UnknownName, WorkerError, WorkerFault
 
 
 def test_exit_codes_are_the_documented_ones() -> None:
-    """1 and 4 are kept for verdicts: regressions and missing baselines."""
+    """1 and 4 are reserved for verdicts: regressions and missing baselines."""
     assert (errors.EXIT_OK, errors.EXIT_USAGE, errors.EXIT_FAILED, errors.EXIT_INTERRUPTED) == (0, 2, 3, 130)
     for kind in filter(inspect.isclass, vars(errors).values()):
         if issubclass(kind, Fp8benchError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -60,7 +61,7 @@ try:
 except StoreError as error:
     print(error)
 """
-# It ends where the disk is asked to keep what was written.
+# Ends when the file is synced.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -98,8 +99,6 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old file stands until the new one is whole and synced; then the folder is synced, which holds the rename. No
-    temporary name ends in .json."""
     names: list[str] = []
     synced: list[str] = []
 
@@ -130,7 +129,7 @@ def test_a_full_disk_in_the_middle_leaves_the_old_file(old: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(old)], capture_output=True, text=True, timeout=120, check=True
     )
-    assert "x.json cannot be written (File too large). What was there before is untouched; make room" in done.stdout
+    assert "x.json cannot be written (File too large). The previous file is unchanged; make room" in done.stdout
     assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
 
 
@@ -189,12 +188,11 @@ def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> 
     ends = [process.communicate(timeout=240) for process in merging]
     assert [process.returncode for process in merging] == [0] * 4, ends
     rows = json.loads(path.read_text())["results"]
-    assert sorted(rows) == sorted(f"{who}.{number}" for who in range(4) for number in range(25))
+    assert sorted(rows) == sorted(f"{who}.{number}" for who, number in itertools.product(range(4), range(25)))
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".lock", path.name}
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
-    """Half a file beside it is removed after an hour: earlier it may be another writer's."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
     (half,) = (path for path in old.parent.iterdir() if path != old)
     assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")
@@ -209,10 +207,12 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
 @pytest.mark.parametrize("write", [write_whole, lambda path, content: write_whole(path, content.encode(), sync=False)])
 def test_two_writers_leave_the_file_of_one(old: Path, write: Callable[[Path, str], None]) -> None:
     contents, seen = ["a" * 100_000, "b" * 100_000], set()
-    writers = [
-        threading.Thread(target=lambda content=content: [write(old, content) for _ in range(40)])
-        for content in contents
-    ]
+
+    def write_often(content: str) -> None:
+        for _ in range(40):
+            write(old, content)
+
+    writers = [threading.Thread(target=write_often, args=(content,)) for content in contents]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
@@ -262,7 +262,7 @@ def test_a_file_is_locked_until_it_is_closed(old: Path) -> None:
 
 
 def test_who_only_looks_is_waited_for_and_who_writes_is_not(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that looks may be stopped while it has the lock: to whoever gives no time it would be another writer."""
+    """A stopped reader may hold the lock; with no time to wait it would look like a writer."""
     with old.open("ab") as first, old.open("rb") as looking, old.open("ab") as second:
         assert lock(first, 0)
         monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("it waits for a writer"))
@@ -349,7 +349,7 @@ def test_a_new_store_that_everybody_may_write_is_warned_of_once(umask: int, warn
 def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
     kind: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    monkeypatch.chdir(tmp_path)  # socket names must be short
     path = Path("x")
     with socket.socket(socket.AF_UNIX) as listening:
         makers: dict[str, Callable[[], object]] = {

@@ -18,9 +18,9 @@ from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFile
 from suites.trials import conditions
 
 
-def ended(folder: Path, step: FirstStep, code: int = 0, quick: bool = False) -> StepFiles:
+def ended(folder: Path, step: FirstStep, code: int = 0) -> StepFiles:
     files = StepFiles(step, folder)
-    files.write({"state": "ended", "attempts": 1, "overruns": 0, "code": code, "quick": quick})
+    files.write({"state": "ended", "attempts": 1, "overruns": 0, "code": code})
     return files
 
 
@@ -57,7 +57,7 @@ def step_of(name: str, *lines: Line) -> FirstStep:
     return FirstStep(name, "fp8bench doctor", 10, lines)
 
 
-def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
+def test_steps_that_could_not_run_are_rows_and_never_pass(tmp_path: Path) -> None:
     lines = Line("a", number(2), low=1), Line("b", number(2), high=1), Line("c", number(2)), Line("d", refused, low=1)
     assert verdicts(tmp_path, step_of("x", *lines)) == {
         "a": "reached",
@@ -68,14 +68,12 @@ def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
 
 
 def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
-    """Of a device that computes nothing, of --quick; and of speed in low precision before conform holds."""
+    """Of a device that computes nothing; and of speed in low precision before conform holds."""
     line = Line("a", number(2), low=1)
     assert verdicts(tmp_path, step_of("x", line), computes=False) == {
         "a": "could not be: no GPU that computes was seen"
     }
     assert changes([probe_of(tmp_path, computes=False)], []) == "Nothing changes: no GPU that computes was seen.\n"
-    files = [probe_of(tmp_path), ended(tmp_path, step_of("x", line), quick=True)]
-    assert rows_of(files)[-1].verdict == "could not be: --quick measures too little"
     speed = step_of("x", Line("fast", number(2), low=1, speed=True))
     for differences, verdict in ((0, "reached"), (1, "could not be: conform and selftest have not held here")):
         told = verdicts(tmp_path, step_of("conform", Line("unexplained", number(differences), high=0)), speed)
@@ -141,44 +139,41 @@ def test_without_a_gpu_nothing_but_the_probe_is_tried(tmp_path: Path, monkeypatc
 
 
 def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
-    """After a mend its halves would not compare."""
+    """After a fix its halves would not compare."""
     files = StepFiles(FirstStep("x", "json.tool --help", 1, ()), tmp_path)
     for commit, kept in ((conditions()["commit"], True), ("0" * 8, False)):
         (files.store / "runs").mkdir(parents=True, exist_ok=True)
         files.write({"state": "begun", "attempts": 1, "overruns": 0, "commit": commit})
-        assert take(files, 60.0, {}, False)["code"] == 0
+        assert take(files, 60.0, {})["code"] == 0
         assert files.store.exists() is kept and files.state()["state"] == "ended"
 
 
 def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another state of the code, say: `--resume` refuses it, and the step is measured all the same."""
     files = StepFiles(FirstStep("one", "fp8bench suite gemm", 1, ()), tmp_path)
     (files.store / "runs" / "box").mkdir(parents=True)
     (files.store / "runs" / "box" / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
     refuses = [sys.executable, "-c", "import sys; sys.exit(2 * ('--resume' in sys.argv))"]
     monkeypatch.setattr(first_gpu, "command_of", lambda *given: [*refuses, *command_of(*given)])
-    state = take(files, 120, {}, quick=False)
+    state = take(files, 120, {})
     assert (state["state"], state["code"], state["attempts"]) == ("ended", 0, 2) and not files.store.exists()
 
 
 def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
-    """Its run, too: what it had begun would be gone on with. A name that nobody knows is refused."""
     steps = (STEPS[0], step_of("x"), step_of("x-ray"))
     for step in steps:
         ended(tmp_path, step).store.mkdir(parents=True)
     first_gpu.forget(steps, ["x"], tmp_path)
     assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
-    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+    with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
         first_gpu.forget(steps, ["nosuch"], tmp_path)
 
 
 def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path) -> None:
     every = [probe_of(tmp_path), *(StepFiles(step, tmp_path) for step in STEPS[1:])]
     text = changes(every, rows_of(every))
-    assert {row for step in STEPS for row in step.rows} == {
-        line.removeprefix("- | ").split(" | ")[0] for line in text.splitlines() if line.startswith("- | ")
-    }
+    printed = {line.removeprefix("- | ").split(" | ")[0] for line in text.splitlines() if line.startswith("- | ")}
+    assert printed == set().union(*(step.rows for step in STEPS))
     assert "**tried on H1" in text and "run on H1" not in text.partition("\n")[2]
     assert len({step.name for step in STEPS}) == len(STEPS)
-    assert max(step.seconds for step in STEPS) < 9 * 60  # what --minutes is
+    assert max(step.seconds for step in STEPS) < 9 * 60  # the value of --minutes

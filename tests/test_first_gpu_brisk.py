@@ -7,6 +7,7 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -45,13 +46,14 @@ from tests.counts import for_each
 from tests.facts import A100, B200, gpu
 from tests.fakes import lasting
 from tests.measure.test_brisk import Gpu, SlowCounter, Stopwatch
+from tests.plans import cases_of
 
 L4 = gpu("NVIDIA L4", (8, 9))
 REPORT = ROOT / "reports" / "gpu_h200_202611"
 
 
 def probe_of(facts: DeviceFacts, **driver: str) -> dict[str, Any]:
-    """What the probe writes of a device."""
+    """The probe's output for a device."""
     supports = {name: precisions.get(name).support(facts) for name in precisions.names()}
     return {
         "device": encode(facts),
@@ -70,7 +72,7 @@ STARTED_H200 = probe_of(NAMED_H200)
 
 
 class Programme:
-    """Steps that take their modelled seconds on a clock of their own, and leave files behind."""
+    """Steps that take their modelled seconds on a fake clock, and write files."""
 
     def __init__(self, folder: Path, probe: Mapping[str, Any], slower: float = 0.9) -> None:
         self.folder, self.probe, self.slower = folder, probe, slower
@@ -81,7 +83,7 @@ class Programme:
     def clock(self) -> float:
         return self.now
 
-    def take(self, files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
+    def take(self, files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str, Any]:
         if (self.folder / ARCHIVE).exists():
             self.archived.append(names_in(self.folder / ARCHIVE))
         self.begun.append((files.step.name, limit))
@@ -90,7 +92,7 @@ class Programme:
         if files.step is PROBE:
             files.path("json").write_text(json.dumps(self.probe))
         files.path("out").write_text(f"{files.step.name}\n")
-        state = {"state": "ended", "attempts": 1, "overruns": 0, "code": 0, "quick": quick, "seconds": seconds}
+        state = {"state": "ended", "attempts": 1, "overruns": 0, "code": 0, "seconds": seconds}
         files.write(state)
         return state
 
@@ -110,7 +112,6 @@ def programme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programme:
 def test_what_is_open_comes_first_and_all_of_it_ends_in_time(
     programme: Programme, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step is begun only if its computed seconds are left; those that are not are named with their seconds."""
     go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     names = [name for name, _ in programme.begun]
     assert names[:5] == ["probe", "conform", "casts", "forward", "model"] and programme.now <= 520
@@ -132,7 +133,7 @@ def test_an_archive_after_each_step_takes_a_second_call_on(
 ) -> None:
     go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     done = [name for name, _ in programme.begun]
-    # Each archive holds all steps before the next one began, and never itself.
+    # Each archive holds all previous steps, and never itself.
     for before, names in zip(range(1, len(done)), programme.archived, strict=True):
         assert {f"{name}.state.json" for name in done[:before]} <= {*names} and ARCHIVE not in names
     elsewhere = tmp_path / "second"
@@ -154,7 +155,7 @@ def test_only_the_named_steps_are_taken_in_the_order_of_their_names(programme: P
     go(steps, programme.folder, 520.0, clock=programme.clock)
     assert [name for name, _ in programme.begun] == ["probe", "crossing", "forward"]
     assert chosen(BRISK_STEPS, None) == [*BRISK_STEPS]
-    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+    with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
         chosen(BRISK_STEPS, "forward,nosuch")
 
 
@@ -170,13 +171,12 @@ SUITE_STEPS = [step for step in SUITE_STEPS if "suite ceilings" not in step.word
 
 @for_each("facts", [A100, L4, NAMED_H200, B200])
 def test_no_minute_is_spent_on_emulation(facts: DeviceFacts) -> None:
-    """What a GPU does not multiply is left out of steps, and steps with nothing else are left out with a reason."""
     native = {name: level for name, (level, _) in probe_of(facts)["precisions"].items()}
     for step in SUITE_STEPS:
         missing = step.missing_units(native)
         assert bool(missing) == (facts is A100), (step.name, missing)
         if not missing:
-            cases = [case for group in planned_groups(step, facts) for case in group.cases if case.runs]
+            cases = [case for case in cases_of(planned_groups(step, facts)) if case.runs]
             assert cases and not any(case.support.is_emulated for case in cases), step.name
     assert all(NATIVE in step.words for step in SUITE_STEPS)
 
@@ -193,7 +193,6 @@ def test_a_step_that_a_gpu_has_no_units_for_is_a_row_and_takes_no_time(programme
 
 @for_each("name", ["casts", "forward", "model", "serving", "crossing", "best-products", "gpt2-124m", "attention"])
 def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same groups by fake workers and sensors, whose steps take what the model says that they take."""
     step = step_named(name).step
     groups, clock = planned_groups(step, NAMED_H200), clock_of(NAMED_H200)
     request = request_of_words([word.removeprefix(NATIVE) for word in step.words.split()][1:])
@@ -236,7 +235,8 @@ def test_compiling_and_slow_cards_cost_what_they_cost() -> None:
 
 
 def test_targets_are_those_of_the_card() -> None:
-    line = next(line for step in BRISK_STEPS for line in step.lines if line.what == "best product in fp8, TFLOP/s")
+    lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
+    line = next(line for line in lines if line.what == "best product in fp8, TFLOP/s")
     assert line.target_words(card_of("NVIDIA H200")) == "at least 1410" and line.reached(1424, card_of("NVIDIA H200"))
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200 NVL", "Test GPU"):
         assert line.target_words(card_of(name)) == "-"
@@ -272,8 +272,8 @@ def test_a_figure_is_held_against_a_published_one(
 
 
 def test_every_speed_has_a_published_figure_or_is_one_nobody_published() -> None:
-    """And the table says so beside each figure, with the step's own clock and power."""
-    unpublished = {line.what for step in BRISK_STEPS for line in step.lines if line.speed and line.published is None}
+    lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
+    unpublished = {line.what for line in lines if line.speed and line.published is None}
     assert all("joules" in what or "llama-1b" in what or "gpt2-124m" in what for what in unpublished)
 
 
@@ -300,13 +300,13 @@ def test_what_changes_the_meaning_of_figures_is_said(device: dict[str, Any], wor
 
 
 def test_sustained_ratios_are_read_from_energy_windows(tmp_path: Path) -> None:
-    """Of the run that an H200 made: 1.49 and 1.62, with the clock and the power of the faster side."""
     files = StepFiles(step_named("forward").step, tmp_path)
     runs = files.store / "runs" / "box"
     runs.mkdir(parents=True)
-    copy(REPORT / "casts.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
+    copy(REPORT / "runs" / "7816318e.jsonl", runs / "20261126T120000.000Z-00000000-7816318e.jsonl")
     csv = ["precision,level,status,reason,metric,phase,params,median_in_unit"]
-    csv += [f"{mode},native,ok,,time,step,{place},1" for mode in ("bf16", "fp8") for place in places()]
+    for mode in ("bf16", "fp8"):
+        csv += [f"{mode},native,ok,,time,step,{place},1" for place in places()]
     files.path("csv").write_text("\n".join(csv))
     measured = sustained("bf16", "fp8")(files)
     assert measured.text == "1.49 (by case 1.33, 1.63, 1.4) at 1.57 GHz, 694 W"
@@ -329,5 +329,5 @@ def test_casts_are_held_against_the_cards_copy(tmp_path: Path) -> None:
     measured = bandwidth_share("fp8-rowwise", 3)(files)
     assert measured.number == pytest.approx(80.0) and measured.text == "80%, 3.2 of 4 TB/s"
     StepFiles(PROBE, tmp_path).path("json").write_text(json.dumps(probe_of(gpu("Test GPU", (9, 0)))))
-    with pytest.raises(NoFigure, match="nobody has said"):
+    with pytest.raises(NoFigure, match="copy bandwidth is unknown"):
         bandwidth_share("fp8-rowwise", 3)(files)

@@ -1,4 +1,4 @@
-"""A worker that is forked off says of itself what one says that was started."""
+"""A forked worker reports the same about itself as a started one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ open(os.environ["ABOUT"], "w").write(repr(ABOUT))
 
 
 def about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
-    """What it says, and what a module of the user's finds in it."""
+    """The worker's report, and what a user's module sees in it."""
     found, suite = folder / "about", folder / "about_itself.py"
     suite.write_text(SUITE)
     monkeypatch.setenv("ABOUT", str(found))
@@ -33,7 +33,6 @@ def about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked off on Linux alone")
 def test_it_is_as_one_that_was_started(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its path, flags, environment, folder and session, the device's facts and the software."""
     assert process.subprocess is not subprocess
     forked = about(tmp_path, monkeypatch)
     monkeypatch.setattr(process, "subprocess", subprocess)

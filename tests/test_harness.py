@@ -10,7 +10,7 @@ from suites import harness
 from suites.harness import BENCHMARKS, Benchmark, Size, cases
 from tests.counts import sampled
 
-# These take a second or two; others start command lines with workers, compile or make stores.
+# These take a second or two; others start workers, compile or create stores.
 QUICK = {
     harness.track_help,
     harness.track_list,
@@ -22,7 +22,6 @@ QUICK = {
 
 
 def test_every_benchmark_is_listed() -> None:
-    """asv finds what this file runs and `python -m suites.harness` prints."""
     assert [value for name, value in vars(harness).items() if name.startswith("track_")] == BENCHMARKS
 
 

@@ -1,4 +1,4 @@
-"""Text of others that a terminal would obey, a reader see in another order, or a spreadsheet run: none is passed on."""
+"""Foreign text with terminal escapes, bidi controls or spreadsheet formulas is never passed on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8bench.report.terminal.layout import render
 from tests.commands import Say
 from tests.own_suites import forgotten
 
-# A title of the window, a colour, the start of the line, a bell, C1, an isolate and an override of direction.
+# A window title, a colour, a carriage return, a bell, C1, a bidi isolate and an override.
 NASTY = "=x\x1b]0;owned\x07 \x1b[31mred\r\x9b2J \u202egnp.exe\u202c \u2066a\u2069 \u200fb"
 SUITE = """
 from fp8bench.suites import Axis, Level, Support, Work, Workload, whole_number, workloads
@@ -58,13 +58,12 @@ class Hostile(Workload):
 
 
 def obeyed(text: str, *allowed: str) -> set[str]:
-    """What in the text is no letter, sign or line end."""
+    """Characters other than letters, signs and line ends."""
     return {letter for letter in text if not letter.isprintable()} - {"\n", *allowed}
 
 
 @pytest.mark.slow
 def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> None:
-    """Its summary, axis, error, reason and metric: on stdout, on stderr and in every file."""
     Path("hostile.py").write_text(SUITE.format(nasty=NASTY))
     words = "suite ./hostile.py --dtypes fp32,bf16,fp16 --rounds 2 --no-energy --no-isolation"
     files = "--explain --md p.md --html p.html --csv rows.csv"
@@ -80,7 +79,9 @@ def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> Non
         assert not obeyed(file.read_text()), file
     assert not obeyed(Path("p.html").read_text(), "\t", "\u00a0", "\ufffd")
     rows = list(csv.reader(Path("rows.csv").read_text().splitlines()))
-    cells = [cell for row in rows for cell in row if "cmd|calc" in cell or "owned" in cell]
+    cells = []
+    for row in rows:
+        cells += [cell for cell in row if "cmd|calc" in cell or "owned" in cell]
     assert len(cells) > 3 and not [cell for cell in cells if cell[0] in "=+-@"]
 
 
@@ -104,7 +105,7 @@ def comparison(**changes: object) -> Comparison:
 
 def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     columns = (Column(NASTY, shared=True), Column(NASTY), Column(NASTY, number=True), Column(NASTY, below=True))
-    table = Table("t", NASTY, columns, (tuple(Field(NASTY, hint=NASTY) for _ in columns),))
+    table = Table("t", NASTY, columns, (tuple(Field(NASTY) for _ in columns),))
     items = Items((Text(NASTY),))
     page = Page(
         NASTY,
@@ -124,7 +125,7 @@ def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_build_server_gets_none_of_it() -> None:
-    """JUnit's text lands in logs, which are read on terminals."""
+    """JUnit text appears in logs, which are read on terminals."""
     judged = first_look([comparison()], ())
     for verdict in (GateVerdict(NASTY, judged, (NASTY,)), GateVerdict(NASTY, (), (), NASTY, 3)):
         text = as_junit(verdict)

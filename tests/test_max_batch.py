@@ -24,7 +24,7 @@ WORDS = ("suite", "mlp", "--devices", "cpu", "--dtypes", "fp32,bf16", *SMALL)
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and no process to wait for."""
+    """An empty working directory, with no other process to wait for."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
@@ -38,7 +38,6 @@ def kept(store: Path) -> Run:
 
 @pytest.mark.slow
 def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two groups that differ in batch alone are searched once; a zero would be an answer, and is none here."""
     assert main([*WORDS, "--set", "tokens=32,64", "--max-batch", "2MiB"]) == 0
     shown = capsys.readouterr().out
     assert "largest batch (tokens) that fits into 2.00 MiB" in shown and re.search(r"bf16 +\d+  1\.\d+x", shown)
@@ -51,8 +50,7 @@ def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFi
         assert one.peak is not None and 0.97 * (2 << 20) < one.peak <= 2 << 20 and "more" in one.why
 
 
-def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Timing and errors stand."""
+def test_a_limit_below_a_single_state_gives_zero(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--set", "tokens=32", "--max-batch", "4KiB", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)["records"]
     assert [one["capacity"]["batch"] for one in records] == [0, 0]
@@ -61,7 +59,6 @@ def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_searching(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked stands in the run."""
     search = CapacityPass.search
 
     def interrupted(self: CapacityPass, outcomes: object) -> None:

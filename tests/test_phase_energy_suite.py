@@ -1,4 +1,4 @@
-"""Phases of known power through a whole suite: real worker, real pynvml, and a driver that is told what they take."""
+"""Phases of known power through a whole suite: real worker, real pynvml, and a simulated driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.measure.sensors.nvml.library import TOLD, Simulation, build, uuid_of,
 from tests.runs import render_whole
 
 SUITE = ROOT / "tests" / "phase_power_suite.py"
-# As phase_power_suite.py has them: seconds and watts.
+# The seconds and watts of phase_power_suite.py.
 TRUTH = {"gemm": (9.8e-3, 600.0), "cast": (2e-4, 80.0), "elementwise": (6e-3, 250.0), "optimizer_step": (4e-3, 410.0)}
 STEP = sum(seconds * watts for seconds, watts in TRUTH.values())
 
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 
 
 def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tuple[dict[str, Measured], str]:
-    """A case each, and what a terminal says of it."""
+    """A case per label, and its terminal output."""
     device = simulation.reset()
     device.curve, device.low, device.period_ns = TOLD, 0.5, 10_000_000
     told = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "150", "PYTHONPATH": str(ROOT)}
@@ -61,22 +61,22 @@ def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tu
 
 @pytest.fixture(scope="module")
 def quick(simulation: Simulation, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Measured], str]:
-    """One command for all that takes few windows; the last case lowers the limit for good."""
+    """One command for all tests with few windows; the last case lowers the limit for good."""
     return measured(simulation, tmp_path_factory.mktemp("quick"), "pretend,hidden,sparse,lower", "--quick")
 
 
 def joules(use: EnergyUse | None) -> Mapping[str, float]:
-    """Of each phase that has windows, the middle one."""
+    """The median joules of each phase with windows."""
     assert use is not None
-    return {
-        one.phase: median(window.joules / window.steps for window in one.windows) for one in use.phases if one.windows
-    }
+    by_phase = {}
+    for phase in use.phases:
+        if phase.windows:
+            by_phase[phase.phase] = median(window.joules / window.steps for window in phase.windows)
+    return by_phase
 
 
 @pytest.mark.slow
 def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_path: Path) -> None:
-    """Within 3%, that of 1% of the step within 10%, whatever else the machine does; or void, where it does so much that
-    phases by themselves take another time than in a step."""
     cases, text = measured(simulation, tmp_path, "burn")
     record, found = cases["burn"]
     told = joules(record.energy)
@@ -91,7 +91,7 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
     for window in record.energy.windows:
         assert window.joules / window.steps == pytest.approx(STEP, rel=0.03)
     assert record.energy.power_limits == (650.0,) and " W of 650 W" in text
-    assert "joules per step of each phase by itself" in " ".join(text.split())
+    assert "joules of each phase run by itself" in " ".join(text.split())
     if found.void:
         assert found.void.startswith("by themselves they take ")
         return
@@ -103,7 +103,6 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
 
 @pytest.mark.nightly
 def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str, Measured], str]) -> None:
-    """Its product takes a third where no step calls it, or half of it is no operator: 4 or 3 J of 9 are missing."""
     cases, text = quick
     for how in ("pretend", "hidden"):
         found = cases[how].phases
@@ -113,7 +112,6 @@ def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str,
 
 @pytest.mark.nightly
 def test_what_cannot_be_done_by_itself_stays_an_estimate(quick: tuple[dict[str, Measured], str]) -> None:
-    """Its product works on a sparse matrix, too."""
     cases, text = quick
     record, found = cases["sparse"]
     (product,) = (one for one in found.phases if one.phase == "gemm")

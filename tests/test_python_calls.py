@@ -1,4 +1,4 @@
-"""Commands as calls: a call is the words of its command, and its result says what the command prints."""
+"""Python calls of commands: a call becomes command-line words, and its result has the printed data."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
 
 @pytest.fixture(name="command_line")
 def command_line_fixture(request: pytest.FixtureRequest) -> Say:
-    """The fixture `fp8bench`, beside the package of that name."""
+    """The fixture `fp8bench` under a name that does not hide the package."""
     say: Say = request.getfixturevalue("fp8bench")
     return say
 
 
 def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any) -> dict[str, Any]:
-    """The arguments that a call hands to its command."""
+    """The arguments that a call passes to its command."""
     seen: list[argparse.Namespace] = []
 
     def answer(arguments: argparse.Namespace, observer: object) -> CommandResult:
@@ -81,7 +81,6 @@ def test_a_call_is_the_command_line(
 
 
 def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is in no file, or within another function, is refused before anything starts."""
     assert asked("audit", monkeypatch, inspect.signature, kind="linear", precision="fp8")["target"].endswith(
         "inspect.py:signature"
     )
@@ -104,7 +103,7 @@ def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> No
 
 
 def arguments_of(call: Any) -> dict[str, str]:
-    """A call's arguments, and what its help says of each in a line."""
+    """A call's arguments and their one-line help."""
     lines = (line.partition(": ") for line in (inspect.getdoc(call) or "").splitlines())
     told = {name: words for name, _, words in lines}
     return {name: told.get(name, "") for name in inspect.signature(call).parameters}
@@ -120,8 +119,6 @@ def test_help_explains_every_argument_in_a_line(name: str) -> None:
 
 
 def test_arguments_are_explained_by_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its words, so that there is one text alone; what turns something off says so. A call without words for an
-    argument has none."""
     actions = commands_of(build_parser(["suite"]))["suite"]._actions
     words = {keyword_of(action): (action.help or "").replace("%%", "%") for action in actions}
     told = arguments_of(fp8bench.suite)
@@ -179,7 +176,6 @@ def test_an_unknown_name_of_the_package_has_the_nearest_one() -> None:
 def test_a_result_says_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command_line: Say
 ) -> None:
-    """Two runs of one store, compared and judged by both doors."""
     runs = [
         fp8bench.suite("gemm", dtypes=["fp32", "bf16"], set={"shape": 16}, quick=True, isolation=False, store=tmp_path)
         for _ in range(2)

@@ -17,7 +17,7 @@ from tests.counts import for_each
 
 
 class Thing:
-    """What the registries of this test hold."""
+    """A class for this test's registries."""
 
 
 @pytest.fixture

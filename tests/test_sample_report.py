@@ -14,19 +14,19 @@ from fp8bench.store.runs.run_file import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / "reports" / "sample"
-# What the bytes depend on beside fp8bench itself.
+# Versions that affect the bytes, besides fp8bench.
 RENDERING = ("jinja2", "markupsafe", "numpy")
 
 
 def other_versions() -> list[str]:
-    """Packages that are not of the tested set."""
+    """Packages whose version differs from the tested one."""
     pinned = dict(re.findall(r"^([\w.-]+)==([^ ;#\n]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     tested = {name.lower(): number for name, number in pinned.items()}
     return [f"{name} {version(name)}" for name in RENDERING if tested.get(name) != version(name)]
 
 
 def test_it_equals_a_fresh_rendering(tmp_path: Path) -> None:
-    """`fp8bench report reports/sample/run.jsonl --html reports/sample/report.html` makes it again."""
+    """`fp8bench report reports/sample/run.jsonl --html reports/sample/report.html` rewrites it."""
     others = other_versions()
     if others or sys.version_info[:2] != (3, 11):
         pytest.skip(f"bytes are compared under Python 3.11 and constraints.txt only, not {', '.join(others) or 'this'}")

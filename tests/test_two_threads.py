@@ -1,4 +1,4 @@
-"""Runs in several threads of one process: they go on beside each other, or are refused, and stdout is whole."""
+"""Runs in several threads of one process: they run in parallel or are refused, and stdout is intact."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def small(store: Path, isolation: bool, observer: SilentObserver | None = None, 
 
 
 def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever comes second is refused, with what to do; then it may."""
     stdout, observer = sys.stdout, Pausing()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small, tmp_path, False, observer)
@@ -63,7 +62,6 @@ def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd
 def test_runs_with_processes_of_their_own_go_on_beside_each_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each imports a file that prints, at the same time; what it prints goes to stderr, and nothing else does."""
     stdout, files = sys.stdout, [tmp_path / f"{name}.py" for name in ("one", "two")]
     together = threading.Barrier(2)
 
@@ -74,8 +72,8 @@ def test_runs_with_processes_of_their_own_go_on_beside_each_other(
     for file in files:
         file.write_text(f"import time\nprint('{file.stem} begins')\ntime.sleep(0.1)\n{adding_up(file.stem, 3)}")
     with forgotten(tmp_path), ThreadPoolExecutor(2) as pool:
-        failures = [record.reason for run in pool.map(measured, files) for record in run.records if not run.ok]
-    assert not failures
+        for run in pool.map(measured, files):
+            assert not [record.reason for record in run.records if not record.ok]
     assert sys.stdout is stdout
     print("whole")
     shown = capfd.readouterr()
@@ -83,7 +81,6 @@ def test_runs_with_processes_of_their_own_go_on_beside_each_other(
 
 
 def test_all_names_are_there_for_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for one that asks while another is still finding them."""
     package = tmp_path / "slow_leaves"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -106,6 +103,7 @@ def test_all_names_are_there_for_every_thread(tmp_path: Path, monkeypatch: pytes
 
     asked: list[Callable[[], list[str]]] = [names] * 4
     with forgotten(tmp_path), ThreadPoolExecutor(4) as pool:
-        assert [one.result(240) for one in [pool.submit(ask) for ask in asked]] == [["a", "b"]] * 4
+        answers = [pool.submit(ask) for ask in asked]
+        assert [one.result(240) for one in answers] == [["a", "b"]] * 4
     for name in [name for name in sys.modules if name.partition(".")[0] == "slow_leaves"]:
         monkeypatch.delitem(sys.modules, name)

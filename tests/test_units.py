@@ -19,7 +19,7 @@ def tokens(value: float | None) -> str:
     return units.count(value, "tok/s")
 
 
-# What each function makes of numbers; None is a dash everywhere, and none at all is told apart from hardly any.
+# A function and its text for a number; None is always a dash, and zero differs from nearly zero.
 SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
     units.significant: [
         (0.0, "0"), (1.0, "1.00"), (-1.0, "-1.00"), (0.0243, "0.0243"), (0.9996, "1.00"), (9.996, "10.0"),
@@ -73,10 +73,11 @@ SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
 }  # fmt: skip
 
 
-@for_each(("function", "value", "text"), [(function, *row) for function, rows in SHOWN.items() for row in rows])
-def test_numbers_as_text(function: Callable[[float | None], str], value: float | None, text: str) -> None:
-    assert function(value) == text
-    assert function is not units.joules or units.describe(value, "J") == text
+@for_each("function", SHOWN)
+def test_numbers_as_text(function: Callable[[float | None], str]) -> None:
+    for value, text in SHOWN[function]:
+        assert function(value) == text, value
+        assert function is not units.joules or units.describe(value, "J") == text, value
 
 
 @for_each(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
@@ -86,7 +87,6 @@ def test_seconds_round_up_across_units_at_any_precision(value: float, digits: in
 
 @given(st.floats(1e-9, 0.9994))
 def test_no_time_below_a_second_shows_a_thousand(value: float) -> None:
-    """0.9996 ms is '1.00 ms', never '1000 us'."""
     number = float(units.seconds(value).split()[0])
     assert 1 <= number < 1000
 
@@ -218,7 +218,7 @@ def test_sizes_are_read(text: str, value: int) -> None:
         "9" * 40,
     ],
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a size like 2GiB, 512MB or 1\.5G"):
         units.bytes_of(text)
 

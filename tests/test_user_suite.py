@@ -1,4 +1,4 @@
-"""A person's own suites: the example of docs/user-suites.md for real, and what is said of files that are wrong."""
+"""Users' suites: the example of docs/user-suites.md, and messages on faulty files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.own_suites import adding_up, forgotten
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "user-suites.md").read_text()
 HISTORY = (ROOT / "docs" / "history.md").read_text()
-# What is said of every run outside of a repository.
+# The message of every run outside a repository.
 NO_HISTORY = (
     "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
 )
 
 
 def example() -> str:
-    """The file that the page shows."""
+    """The page's example file."""
     return _blocks()[0]
 
 
@@ -44,14 +44,14 @@ def _blocks() -> list[str]:
 
 
 def with_history() -> str:
-    """The same with the grid that the page shows."""
+    """The example with the page's grid."""
     head, grid = _blocks()[1].split("\n\n", 1)
     return f"{head}\n{example().replace('    def axes', f'{grid}{chr(10)}    def axes', 1)}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; what a file registers, and its module, are forgotten afterwards."""
+    """An empty working directory; registrations and modules of its files are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
@@ -66,7 +66,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ids=["as a suite", "imported"],
 )
 def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_path: Path) -> None:
-    """Through a worker in a process of its own, warnings being errors: a table with its name, phases and errors."""
     (tmp_path / "my_suite.py").write_text(example())
     done = subprocess.run(
         [
@@ -110,7 +109,6 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
 
 
 def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is followed as it stands there, and asv finds its file by the configuration of the history's page."""
     (folder / "my_suite.py").write_text(with_history())
     assert main(["list", "./my_suite.py"]) == 0
     assert "the history keeps experts=64 in fp32, bf16 (--grid measures just these)" in capsys.readouterr().out
@@ -128,7 +126,6 @@ def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
-    """By the commands of the page, through a worker of its own: all its series, and asv's list of them."""
     folder = Path.cwd()
     Path("my_suite.py").write_text(with_history())
     git(folder, "init", "-q")
@@ -143,16 +140,15 @@ def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
     assert [code for code, _, _ in said] == [0] * 4 and len(lines) == 4
     assert "2 cases of commit" in said[0][2] and "in asv's view" in said[0][2]
     told = ("time", "time_cast", "time_gemm", "time_elementwise", "seconds_per_mtok", "peak_memory", "routing_error")
-    assert all(
-        f"routing.Routing.track_{name}({dtype}, 64)" in said[1][1] for name in told for dtype in ("fp32", "bf16")
-    )
+    for name in told:
+        assert f"routing.Routing.track_{name}(fp32, 64)" in said[1][1]
+        assert f"routing.Routing.track_{name}(bf16, 64)" in said[1][1]
     assert "routing.Routing.track_time(bf16, 64)" in said[2][1] and git(folder, "rev-parse", "HEAD")[:8] in said[2][1]
     known = json.loads((store / "asv" / "results" / "benchmarks.json").read_text())
     assert known["routing.Routing.track_routing_error"]["param_names"] == ["dtype", "experts"]
 
 
 def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By file, and by name beside an import."""
     (folder / "my_suite.py").write_text(example())
     assert main(["list", "./my_suite.py"]) == 0
     by_file = capsys.readouterr().out
@@ -167,8 +163,9 @@ SUITE = adding_up("counting", 1000)
 
 
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
-def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """stdout is JSON and nothing else."""
+def test_text_that_a_file_prints_stays_out_of_stdout(
+    way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
     assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json", "--no-report"]) == 0
     shown = capsys.readouterr()
@@ -176,7 +173,7 @@ def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: p
 
 
 AS_GEMM = SUITE.replace('"counting"', '"gemm"')
-# File: its content, and what the sentence says.
+# File: its content, and the expected message.
 WRONG = {
     "syntax.py": ("def f(:", "SyntaxError: invalid syntax (syntax.py, line 1)"),
     "raises.py": ("x = 1\nraise ValueError('one\\ntwo ' * 200)", "failed: ValueError: one two one"),
@@ -203,7 +200,6 @@ WRONG = {
 def test_a_file_that_is_wrong_is_one_line_and_code_2(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Short, with the file's own error and its line; nothing is begun."""
     content, sentence = WRONG[name]
     (folder / name).write_text(content)
     assert main(["suite", f"./{name}"]) == 2
@@ -229,10 +225,9 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_path_that_leads_nowhere(
+def test_a_missing_file_is_refused(
     words: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same, without a file to blame."""
     (folder / "folder.py").mkdir()
     assert main(["suite", *words]) == 2
     shown = capsys.readouterr()
@@ -240,7 +235,6 @@ def test_a_path_that_leads_nowhere(
 
 
 def test_two_files_of_one_name_and_class_are_two(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second does not hide the first."""
     for name in ("one", "two"):
         (folder / name).mkdir()
         (folder / name / "mine.py").write_text(SUITE)

@@ -24,20 +24,17 @@ WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 
 
 @for_each("path", WORKFLOWS, ids=lambda path: path.name)
-def test_nothing_is_wrong(path: Path) -> None:
-    """By all rules."""
+def test_every_workflow_obeys_the_rules(path: Path) -> None:
     assert faults(load(path), path.read_text()) == []
 
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
-def test_actionlint() -> None:
-    """The linter itself, where it is there."""
+def test_actionlint_accepts_every_workflow() -> None:
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def test_ci_does_what_readme_says() -> None:
-    """Its test command, on machines that are lent, with nothing that may be written."""
     flow = load(CI)
     readme = (ROOT / "README.md").read_text()
     (command,) = re.findall(r"^pip install -c constraints\.txt -e .*pytest$", readme, re.MULTILINE)
@@ -56,7 +53,6 @@ def test_ci_does_what_readme_says() -> None:
 
 
 def test_only_a_job_without_a_script_may_publish() -> None:
-    """It takes what another job built and a third one tried, for an environment that people have to approve."""
     jobs = load(PUBLISH)["jobs"]
     assert jobs["publish"]["needs"] == "try" and jobs["try"]["needs"] == "build"
     assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["environment"] == "pypi"
@@ -65,7 +61,6 @@ def test_only_a_job_without_a_script_may_publish() -> None:
 
 
 def test_a_release_knows_its_repository(tmp_path: Path) -> None:
-    """The tag has to be the version; links of README that work in a checkout work on PyPI, too."""
     (tmp_path / "fp8bench").mkdir()
     for name in ("pyproject.toml", "README.md", "fp8bench/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -94,7 +89,6 @@ def test_a_release_knows_its_repository(tmp_path: Path) -> None:
 
 
 def test_nobody_elses_code_runs_at_night() -> None:
-    """No event of a fork starts it, and a fork has not the variable that names the runner."""
     flow = load(NIGHTLY)
     job = flow["jobs"]["nightly"]
     assert set(flow["on"]) == {"schedule", "workflow_dispatch"}
@@ -134,7 +128,7 @@ def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def night(folder: Path, number: int, keep: bool = True) -> None:
-    """The steps of a night that deal with the history; measuring is a file. The checkout fetches all branches."""
+    """The steps of a night that update the history; a file replaces measuring. The checkout fetches all branches."""
     git(folder, "clean", "-ffdxq")
     git(folder, "fetch", "-q", "--prune", "origin")
     done = shell(script("the history of the nights before"), folder)
@@ -151,7 +145,7 @@ def night(folder: Path, number: int, keep: bool = True) -> None:
 
 
 def kept(folder: Path) -> subprocess.CompletedProcess[str]:
-    """What is kept of a night, by a copy that cannot push, and pushed by another job in a copy of its own."""
+    """Stores a night from a copy that cannot push; another job pushes it from a second copy."""
     origin, bundle = git(folder, "remote", "get-url", "origin").strip(), folder / "night.bundle"
     git(folder, "remote", "set-url", "--push", "origin", "nowhere")
     bundle.unlink(missing_ok=True)
@@ -164,8 +158,7 @@ def kept(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_branch_of_the_history(tmp_path: Path) -> None:
-    """Made on the first night, gone on with by others, by two machines at once, too; code and caches stay out of it."""
+def test_each_night_adds_its_runs_to_the_branch_of_the_history(tmp_path: Path) -> None:
     origin = tmp_path / "origin.git"
     git(tmp_path, "init", "-q", "--bare", str(origin))
     first = tmp_path / "first"
@@ -195,8 +188,8 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
 @pytest.mark.slow
 @for_each("planted", ["workflow", "link", "gone"])
 def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
-    """Whoever has the machine that measures could commit anything."""
-    test_the_branch_of_the_history(tmp_path)
+    """Otherwise the owner of the measuring machine could commit anything."""
+    test_each_night_adds_its_runs_to_the_branch_of_the_history(tmp_path)
     folder, before = tmp_path / "first", git(tmp_path / "origin.git", "rev-parse", "fp8bench-history")
     night(folder, 5, keep=False)
     inside = folder / ".fp8bench"
@@ -222,8 +215,7 @@ def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_pa
         (1, "history too young: 7 nights at this level", True),
     ],
 )
-def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Path) -> None:
-    """Its code is the step's; a young history is a warning."""
+def test_the_nightly_gate_fails_the_job_or_warns(code: int, page: str, warned: bool, tmp_path: Path) -> None:
     (script,) = (step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == "gate")
     program = tmp_path / "bin" / "fp8bench"
     program.parent.mkdir()
@@ -242,7 +234,6 @@ def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Pat
 
 
 def test_files_that_only_github_reads_are_well_formed() -> None:
-    """Forms have fields, dependabot and pre-commit name what exists, and the citation names this version."""
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
         form = yaml.safe_load(path.read_text())
         identifiers = [field["id"] for field in form["body"]]
@@ -251,6 +242,7 @@ def test_files_that_only_github_reads_are_well_formed() -> None:
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert all((ROOT / update["directory"].lstrip("/")).is_dir() for update in updates)
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    named = {word for hook in local["hooks"] for word in hook["entry"].split() if "/" in word}
+    entries = " ".join(hook["entry"] for hook in local["hooks"])
+    named = {word for word in entries.split() if "/" in word}
     assert named and all((ROOT / word).is_file() for word in named)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == fp8bench.__version__

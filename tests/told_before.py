@@ -1,9 +1,7 @@
-"""What is told of runs made by hand, held against what was told before.
+"""Compares outputs of hand-made runs with stored documents in tests/golden/texts/made.txt.
 
-Each test has a document in tests/golden/texts/made.txt.
-
-Such a test is a generator of claims, each with what is told where it holds: elements, lines, or nothing. Where words
-were meant to change, `FP8BENCH_TOLD=write pytest -n 0 FILE` writes its document anew, and the diff is read.
+Such a test yields claims with their output: elements, lines, or nothing. After a deliberate change `FP8BENCH_TOLD=write
+pytest -n 0 FILE` rewrites its document: read the diff.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.terminal.run import render
 from tests.golden.documents import load, save
+from tests.runs import Made
 
 MADE = Path(__file__).resolve().parent / "golden" / "texts" / "made.txt"
 # A claim, and a part, an element, a text, a row of values, several of them, or None.
@@ -67,7 +65,7 @@ def as_text(told: Any) -> str:
 
 
 def lines(told: Any) -> Iterator[str]:
-    """Whatever is told, with its tones and hints: '0.5x <doubt> {noisy}'."""
+    """Whatever is told, with its tones: '0.5x <doubt>'."""
     match told:
         case None:
             yield "(nothing)"
@@ -98,7 +96,7 @@ def rows_of(element: Table | Chart) -> Iterator[str]:
     if isinstance(element, Chart):
         yield f"{kind} {element.name}{folded}: {element.title}: {element.description}"
         if isinstance(element, Scatter):
-            yield f"  margin {element.margin!r}, joined {', '.join(element.joined)}"
+            yield f"  margin {element.margin!r}"
         element = numbers_table(element)  # type: ignore[arg-type]
     else:
         yield f"{kind} {element.name}{folded}: {element.caption}"
@@ -107,11 +105,11 @@ def rows_of(element: Table | Chart) -> Iterator[str]:
 
 
 def shown(words: Text | Field) -> str:
-    hint = f" {{{words.hint}}}" if isinstance(words, Field) and words.hint else ""
-    return words.text + (f" <{words.tone}>" if words.tone is not Tone.PLAIN else "") + hint
+    return words.text + (f" <{words.tone}>" if words.tone is not Tone.PLAIN else "")
 
 
-def on_terminal(made: tuple[Run, dict[str, Finding]], *words: str, width: int = 200) -> str:
-    """The paragraphs of all that a terminal says of a run in which a word stands, but for the legend."""
+def on_terminal(made: Made, *words: str, width: int = 200) -> str:
+    """The paragraphs of a run's terminal output that contain a word, without the legend."""
     parts = render(*made, width, whole=True).rstrip("\n").split("\n\n")
-    return "\n\n".join(part for part in parts if part[:11] != "how to read" and any(word in part for word in words))
+    sought = re.compile("|".join(map(re.escape, words)))
+    return "\n\n".join(part for part in parts if part[:11] != "how to read" and sought.search(part))

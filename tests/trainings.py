@@ -111,7 +111,7 @@ class FakeLab(Worker):
 
 
 def row_of(arm: str, seed: int, step: int) -> StepRow:
-    """A falling loss with its own digits for every arm, seed and step."""
+    """A falling loss with different digits for every arm, seed and step."""
     name = arm.removesuffix(" again")
     loss = 4.0 / (1 + step / 8) + (sum(map(ord, name)) % 7 + 1) / 1000 + seed / 64
     return StepRow(arm, seed, step, loss, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.5)
@@ -125,7 +125,7 @@ def strikes(
     seed: int = 0,
     name: str = "advance",
 ) -> Callable[[str, str, int, int], BaseException | None]:
-    """A fault that strikes an arm's requests from a step on, `times` times."""
+    """A fault that fails an arm's requests from a step on, `times` times."""
     left = [times]
 
     def fault(asked: str, of: str, in_seed: int, step: int) -> BaseException | None:
@@ -156,7 +156,7 @@ class NotedTraining(TrainingObserver):
 
 
 def said(kept: KeptTraining) -> list[StreamLine]:
-    """The lines of a training without resumptions and restarts, and without times and memory."""
+    """The lines of a training without resumptions, restarts, times and memory."""
     return [
         replaced(line)
         for line in kept.lines
@@ -179,7 +179,7 @@ def small(**changes: Any) -> TrainingRequest:
 
 
 def training(number: int = 1) -> Training:
-    """A training that has just begun."""
+    """A training that has just started."""
     request, span = small(), TokenSpan("text.tokens", 0, 10_000)
     text = TrainingText(span, span, 256, "bytes", "text:0123abcd")
     return Training(
@@ -202,7 +202,7 @@ def write_text(folder: Path = Path()) -> Path:
 
 
 def write_tokens(folder: Path) -> None:
-    """Token files with a short held-out part: validation takes most of a short training's time."""
+    """Token files with a short held-out part, as validation takes most of a short training's time."""
     folder.mkdir()
     text = b"every token is a byte of this text. " * 40
     for name, part in (("train.bin", text), ("val.bin", text[:81])):

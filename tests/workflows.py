@@ -1,7 +1,6 @@
-"""What must hold of a workflow of GitHub's: rules that read its file and say what is wrong, a sentence each.
+"""Rules for GitHub workflows: they read a file and return a sentence per fault.
 
-They are the house's own, beside those of actionlint: whoever changes a workflow without GitHub at hand learns from
-these what GitHub would only tell at night.
+They cover what actionlint does not, and what GitHub would report only in a real nightly run.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _permissions(flow: Flow) -> Iterator[str]:
 
 
 def _words(job: dict[str, Any]) -> Iterator[list[str]]:
-    """The commands of a job's scripts, as far as they begin a line or a condition."""
+    """The commands of a job's scripts, if they begin a line or a condition."""
     for step in job.get("steps", []):
         for line in step.get("run", "").splitlines():
             words = re.sub(r"^\s*(((if|then|else|do)\b|!|\w+=\$\()\s*)*", "", line).split()
@@ -113,7 +112,7 @@ def _shell(flow: Flow) -> Iterator[str]:
 
 
 def _commands(flow: Flow) -> Iterator[str]:
-    """Every command line of fp8bench's is one that its own parser takes."""
+    """Every fp8bench command line is accepted by its parser."""
     for words in commands(flow, "fp8bench"):
         try:
             found = parse(build_parser(), words)
@@ -125,7 +124,7 @@ def _commands(flow: Flow) -> Iterator[str]:
 
 
 def commands(flow: Flow, program: str) -> Iterator[list[str]]:
-    """The arguments of every call of a program in the workflow's scripts; a variable stands for itself."""
+    """The arguments of every call of a program in the workflow's scripts; variables are not expanded."""
     for step in steps(flow):
         for line in step.get("run", "").replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars=True)

@@ -3,8 +3,8 @@
 Between two measured sizes the logarithm of the speed-up is interpolated over the logarithm of the size, within a band.
 The band has the intervals of both points, and as much as a curve may deviate from a straight line that bends there as
 it does at its neighbours. Where the curve leaps, the leap may be at any size in between. A crossing's interval has all
-sizes at which the band holds 1, so it holds the true crossing at least as often as a point's interval its ratio.
-Nothing is said of sizes beyond those measured.
+sizes at which the band holds 1, so it holds the true crossing at least as often as a point's interval its ratio. Sizes
+beyond the measured ones are not judged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SizeStretch(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The size where a precision begins or ceases to pay; the true one lies between `low` and `high`."""
+    """The size where a precision begins or ceases to pay; `low` and `high` enclose the true one."""
 
     size: float
     low: float
@@ -85,7 +85,7 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     for sign, run in groupby(signs):
         last = first + len(list(run)) - 1
         stretches.append(SizeStretch(sign > 0 if sign else None, places[first], places[last]))
-        # 2. A crossing lies between two clear stretches of opposite signs.
+        # 2. Find a crossing between two clear stretches of opposite signs.
         if sign and sure_end is not None and signs[sure_end] != sign:
             zero = _find_zero(places, middle, sure_end, first)
             crossings.append(Crossing(zero, places[sure_end], places[first], sign > 0))
@@ -115,7 +115,7 @@ def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, F
 def _deviation(measured: Floats, values: Floats) -> Floats:
     """Returns how far a curve may deviate from a straight line between two points, judged by how it bends at them.
 
-    If it leaps, its course is unknown: a library may switch to another kernel anywhere in between.
+    If it leaps, its course is unknown: a library may switch kernels anywhere in between.
     """
     widths, steps = np.diff(measured), np.diff(values)
     bends = np.abs(2 * np.diff(steps / widths) / (widths[:-1] + widths[1:]))
@@ -157,7 +157,8 @@ class Sweep:
 class SweptMode:
     """One precision over a sweep. `found` is None if too few sizes have a ratio.
 
-    `refused` says why sizes have none; `doubted` are sizes whose ratio has a label that casts doubt on it.
+    `refused` maps sizes without a ratio to the reason; `doubted` are sizes whose ratio has a label that casts doubt on
+    it.
     """
 
     mode: str

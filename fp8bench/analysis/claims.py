@@ -53,7 +53,7 @@ _CONVOLUTION = "convolution"
 PLAIN_MARGIN = 1.5
 _PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 # The relative rounding error of a format with m mantissa bits is this over 2^m. fp8bench's suites have at least 1.4
-# times this error on normal and uniform values; integers may lie on a format's grid, where nothing is rounded.
+# times this error on normal and uniform values; integers may be exact in a format, where nothing is rounded.
 _ROUNDING_ERROR = 0.19
 _ROUNDED_VALUES = frozenset({"normal", "uniform"})
 _FAR_BELOW = 20
@@ -62,7 +62,7 @@ _FAR_BELOW = 20
 def claims_of(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
     """Yields labels for a timed case whose claims are false. A hard label takes away its verdict.
 
-    `reference` is None if there is none, or if the case is the reference itself.
+    `reference` is None for the reference itself, and without one.
     """
     if reference is record:
         reference = None
@@ -278,7 +278,7 @@ def _unseen_products(record: Record, reference: Record | None) -> str:
 def _too_small_errors(record: Record) -> str:
     """Describes an error() that is too small for products in the case's formats; else ''.
 
-    This is only a doubt: error() may compare with values rounded earlier, and a suite's values may lie on the grid. A
+    This is only a doubt: error() may compare with values rounded earlier, and a suite may use values on the grid. A
     loss is a mean of many numbers, which may be right by chance, but not to the last bit.
     """
     errors = {m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples}

@@ -48,9 +48,9 @@ class Range:
 class EnergyFigures:
     """Joules of a step of one case, and watts of its device.
 
-    `gross` is all that the device took while steps ran, `net` what exceeded idling for as long; `net_why` says why
-    there is none. `uncertainty` is the largest of any window's, None if unknown. `per` are gross joules for each count
-    of the step's work. `seconds` are those of a step.
+    `gross` is all that the device took while steps ran, `net` what exceeded idling for as long; `net_why` is the reason
+    for a missing `net`. `uncertainty` is the largest of any window's, None if unknown. `per` are gross joules for each
+    count of the step's work. `seconds` are those of a step.
     """
 
     source: str
@@ -78,8 +78,8 @@ class Demand(StrEnum):
 class EnergyRatio:
     """Gross joules of a step over the reference's; below 1 is less.
 
-    `low` and `high` are the ends over all pairs of windows with the uncertainty of both, and no interval of any
-    confidence. `why` says why it is not clear.
+    `low` and `high` are the ends over all pairs of windows with the uncertainty of both, not a confidence interval.
+    `why` is the reason for an unclear ratio.
     """
 
     point: float
@@ -154,7 +154,7 @@ def why_no_energy(record: Record) -> str:
     """Returns why a case whose energy was requested has no figure; '' if it has one, or none was requested."""
     if record.energy is None or _sound(record.energy):
         return ""
-    return record.energy.why or "no window was measured, and nothing says why"
+    return record.energy.why or "no window was measured, for an unknown reason"
 
 
 def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
@@ -209,7 +209,7 @@ def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
 def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:
     """Returns idle power and a step's energy beyond it, or why that is unknown; its ends use the two idle powers.
 
-    There is none if its low end is within the joules by which a step is `unsure`: the difference of two nearly equal
+    It is unknown if its low end is within the joules by which a step is `unsure`: the difference of two nearly equal
     numbers is noise.
     """
     idles, missing = [], []
@@ -290,7 +290,7 @@ class PhaseJoules:
     """Joules of one phase of a step.
 
     `range` is that of its windows with their uncertainty, `seconds` its time when run alone, `seconds_width` how much
-    windows differ in it. An estimate has none of these, and `why` says why it is one: it is the step's joules times the
+    windows differ in it. An estimate has none of these, and the reason in `why`: it is the step's joules times the
     phase's share of the time; unattributed time gets the joules that no other phase accounts for.
     """
 
@@ -378,10 +378,10 @@ def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[s
 
 
 def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
-    """Returns the energy in the windows of a phase, or why there is none."""
+    """Returns the energy in the windows of a phase, or the reason without one."""
     windows = sound_windows(energy.windows)
     if not windows:
-        return energy.why or "no window was measured, and nothing says why"
+        return energy.why or "no window was measured, for an unknown reason"
     joules = [window.joules / window.steps for window in windows]
     middle = statistics.median(joules)
     if max(joules) - min(joules) > MOST_PHASE_APART * middle:
@@ -397,8 +397,8 @@ def _check_against_step(
 ) -> PhaseEnergies:
     """Computes the residual and checks whether the device can draw that in the rest of the step's time.
 
-    Its power must lie between idle and the highest of any phase. If times are too noisy, the rest is the time of the
-    unmeasured phases.
+    Its power must be at least that of idling and at most the highest of any phase. If times are too noisy, the rest is
+    the time of the unmeasured phases.
     """
     # 1. Compute the joules of the step outside measured phases.
     ranges = [phase.range for phase in measured.values() if phase.range is not None]

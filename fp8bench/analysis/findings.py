@@ -1,8 +1,8 @@
 """Findings of the cases of a group: times, phases, labels and a verdict.
 
 A hard label (a device that its hardware slowed down, a process with less than a fifth of a core, identical code that
-differs) takes the verdict away: the case is UNSURE and says why, and so is every case compared with a reference that
-has one. Its ratio stays visible. An emulated case never has a verdict on speed.
+differs) takes the verdict away: the case is UNSURE, with the reason, and so is every case compared with a reference
+that has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _make_standard(
 
 
 def _best_of_entries(reference: Record, whole: bool) -> float:
-    """Returns the geometric mean of the best cases of the reference's entries; 0 if there are none."""
+    """Returns the geometric mean of the best cases of the reference's entries; 0 without entries."""
     entries = [timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots]
     seconds = [verdicts.best_seconds(timing, whole) for timing in entries]
     logs = [math.log(best) for best in seconds if best > 0]
@@ -232,7 +232,7 @@ def _find_case(
 
 
 def _of_sitting(record: Record, timing: Timing, standard: _Standard) -> _Standard:
-    """Returns the reference and its control in the sitting of a case, never the control of another sitting."""
+    """Returns the reference and its control, both from the session of the case."""
     if record.paired_with is None:
         return standard
     hard = hard_labels(record.paired_with, None, None, record.case.device)
@@ -348,7 +348,7 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record, floor: float | 
         few = "1 round is" if rounds == 1 else f"{rounds} rounds are"
         return f"{few} too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
-        return "the mean over all calls does not confirm it; give it more time (--budget)"
+        return "the mean over all calls contradicts the fastest calls; give it more time (--budget)"
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
     if rounds < LEAST_ROUNDS:

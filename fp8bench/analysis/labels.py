@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -202,14 +202,14 @@ def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
 def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
     """Yields doubts about how calls and rounds are distributed."""
     record, timing, reference = evidence.record, evidence.timing, evidence.reference
-    # The time of an emulation is no speed, whatever it looks like.
+    # An emulation's time never counts as speed.
     if record.support.is_emulated:
         return
     if timing.num_rounds < LEAST_ROUNDS:
         yield Labelled(Label.FEW_SAMPLES)
     if _is_bimodal(timing):
         yield Labelled(Label.BIMODAL)
-    yield from _label_uneven_calls(evidence.finding, timing, reference)
+    yield from _label_uneven_calls(evidence.finding)
     if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
         yield Labelled(Label.DRIFT)
 
@@ -248,7 +248,7 @@ def _check_state(evidence: _Evidence) -> Iterator[Labelled]:
 CHECKS = (_check_rounds, _check_shape, _check_device, _check_state)
 
 
-def _label_uneven_calls(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
+def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
     """Labels a case whose mean over all calls differs from its fastest ones; hard unless both agree on faster or
     slower."""
     ratio, typical = finding.ratio, finding.typical
@@ -257,10 +257,6 @@ def _label_uneven_calls(finding: Finding, timing: Timing, reference: Timing | No
     faster = ratio.high < 1 and typical.high < 1
     slower = ratio.low > 1 and typical.low > 1
     reason = f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"
-    if words := pattern(timing):
-        reason += f"; {words}"
-    elif reference is not None and (words := pattern(reference)):
-        reason += f"; of the reference {words}"
     yield Labelled(Label.UNEVEN, reason, hard=not (faster or slower))
 
 
@@ -356,7 +352,7 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
     held = {name: share for name, share in shares.items() if share > HELD_SHARE}
     heat = held.get("thermal", 0.0) - shares.get("sw-thermal", 0.0)
     hard = bool(mask & HARDWARE or held.keys() & _HARDWARE_REASONS) or heat > HELD_SHARE
-    # 'thermal' is the sum of the two others, without saying which.
+    # 'thermal' is the sum of the other two.
     if held.keys() & {"sw-thermal", "hw-thermal"}:
         held.pop("thermal", None)
     words = []
@@ -371,61 +367,3 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
     if mask & POWER_CAP or BITS[POWER_CAP] in held:
         has_clock = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if has_clock else "")
-
-
-# Two clusters must explain this share of the variance of the logarithms, and their medians differ by this ratio.
-EXPLAINED = 0.7
-LEAST_RATIO = 1.1
-LEAST_CALLS = 3
-_MOST_OF = 50
-_ABOUT = 0.15
-_FAR = 1.5
-# The share of calls that may fall outside the pattern.
-_STRAYS = 0.05
-
-
-def pattern(timing: Timing) -> str:
-    """Describes the pattern of the slower calls; '' if calls are alike, or do not form two clusters."""
-    slots = [np.array([*map(sum, slot.calls_ns)], dtype=np.float64) for slot in timing.slots]
-    # 1. Drop as many of the slowest calls as other programs may have delayed.
-    preempted = sum(slot.preemptions or 0 for slot in timing.slots if slot.waited_seconds)
-    calls = np.sort(np.concatenate(slots)) if slots else np.empty(0)
-    calls = calls[: len(calls) - min(preempted, len(calls) // 2)]
-    if not len(calls) or calls[0] <= 0:
-        return ""
-    # 2. Split the others into two clusters.
-    explained, place = stats.best_split(np.log(calls))
-    fast, slow = calls[:place], calls[place:]
-    if explained < EXPLAINED or min(len(fast), len(slow)) < LEAST_CALLS:
-        return ""
-    longer = float(np.median(slow) / np.median(fast))
-    if longer < LEAST_RATIO:
-        return ""
-    # 3. A call far beyond the slow cluster lost its core, so its cluster is unknown.
-    masked = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
-    classes: list[Any] = [np.ma.masked_invalid(calls) > (fast[-1] + slow[0]) / 2 for calls in masked]
-    slow_calls = sum(int(marks.filled(False).sum()) for marks in classes)
-    share = slow_calls / max(1, sum(marks.count() for marks in classes))
-    return f"about {_to_fraction(share)} {_place(classes)} {longer:.1f} times as long"
-
-
-def _to_fraction(share: float) -> str:
-    """Returns '3 of 4': the simplest fraction near the share."""
-    for parts in range(2, _MOST_OF + 1):
-        part = round(share * parts)
-        if 0 < part < parts and abs(part / parts - share) <= _ABOUT * min(share, 1 - share):
-            return f"{part} of {parts}"
-    return f"1 of {round(1 / share)}" if share < 0.5 else f"all but 1 of {round(1 / (1 - share))}"
-
-
-def _place(classes: Sequence[Any]) -> str:
-    """Returns whether the slower calls are whole rounds or the same calls of each slot; `classes` marks each call."""
-    fewest = min(map(len, classes))
-    if fewest < 2:
-        return "calls take"
-    table = np.ma.stack([cls[:fewest] for cls in classes])
-    for axis, words in ((1, "rounds take in all their calls"), (0, "calls, always the same ones of a slot, take")):
-        shares = table.mean(axis=axis)
-        if float(np.minimum(shares, 1 - shares).mean()) < _STRAYS:
-            return words
-    return "calls take"

@@ -27,7 +27,7 @@ class Metric:
 
     `phase` is STEP for the whole step, None for properties of data (`about`: their kind and role). `interval` is the
     ratio to the reference; its level is 1 for an exact ratio and 0 for a range without confidence. `cost` marks the
-    cost of emulation, which says nothing about the precision. `samples` returns the values for the history: one per
+    cost of emulation, which is not a property of the precision. `samples` returns the values for the history: one per
     round or window. `bounds` is the interval of `value`.
     """
 
@@ -82,8 +82,8 @@ class Reference(NamedTuple):
 
 
 class MetricSources(NamedTuple):
-    """The sources of a case's metrics. Without a finding there are no best cases. `sample_counts` has the rounds and
-    calls of its timing."""
+    """The sources of a case's metrics. Best cases need a finding. `sample_counts` has the rounds and calls of its
+    timing."""
 
     record: Record
     finding: Finding | None = None

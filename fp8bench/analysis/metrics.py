@@ -55,7 +55,7 @@ _MEASURED = Provenance.MEASURED
 
 
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
-    """Yields all metrics, the step's time first, which every case has. Without a finding there are no best cases."""
+    """Yields all metrics, the step's time first, which every case has. Best cases need a finding."""
     timing = record.timing
     # Several metrics use these samples, but most callers read none of them.
     steps = cache(partial(step_samples, timing)) if timing is not None else tuple
@@ -164,7 +164,7 @@ def _phases(sources: MetricSources) -> Iterator[Metric]:
     if finding is None:
         best_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
     elif finding.best_seconds:
-        # Unattributed time is listed even if there is none, other phases only if the step has them.
+        # Unattributed time is always listed, other phases only if the step has them.
         phases = finding.phases
         best_by_phase |= {name: best for name, best in phases if best or name in medians or name == UNATTRIBUTED}
     for phase, best in best_by_phase.items():

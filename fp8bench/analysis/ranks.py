@@ -1,7 +1,7 @@
 """Figures of several ranks: how much their times differ, how much of a collective is waiting, how much communication
 hides behind products, and how much faster they are than one rank.
 
-A figure of a handful of rounds is their median with its interval, or the reason why there is none.
+A figure of a handful of rounds is their median with its interval, or the reason without one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Middle(NamedTuple):
 
 
 class Untold(NamedTuple):
-    """The reason why there is no figure, and a word shown in its place."""
+    """The reason for a missing figure, and a word shown in its place."""
 
     word: str
     why: str

@@ -1,4 +1,4 @@
-"""What limits a phase: its FLOPs, bytes and launches per second, compared with the peaks of the device.
+"""Finds what limits a phase: its FLOPs, bytes and launches per second, compared with the peaks of the device.
 
 Also the largest possible gain of a precision on a step, by Amdahl's law. Vendors' figures are in datasheet.toml.
 """
@@ -30,8 +30,8 @@ _WILD = 0.5
 
 
 class Bound(StrEnum):
-    """What limits a phase. Far below all ceilings that is operator overhead, if operators are small, or something that
-    no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
+    """The limits of a phase. Far below all ceilings that is operator overhead, if operators are small, or something
+    that no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
 
     COMPUTE = "compute-bound"
     MEMORY = "memory-bound"
@@ -96,7 +96,7 @@ class PhaseRoof:
 
     @property
     def flop_rate(self) -> float | None:
-        """FLOPs a second; None where there are none, or those of an operator are unknown."""
+        """FLOPs a second; None if there are zero, or an operator's are unknown."""
         return None if self.count.unknown or not self.count.flops else self.count.flops / self.seconds
 
     @property
@@ -187,7 +187,7 @@ def _measured_roofs(ceiling: Ceiling) -> Roofs | None:
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
     """Returns every counted and timed phase that is much longer than its markers.
 
-    Operators that bypassed torch may have run in any phase, so then there are none.
+    Yields nothing if operators bypassed torch, because they may have run in any phase.
     """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
@@ -286,7 +286,7 @@ class Datasheet:
     `unverified` are fields not checked against a vendor document. `sparse` needs operands with 2:4 structure, and does
     not apply to anything measured here. `exceptions` explain unusual ratios of two fields. `capacity` is bytes of
     memory, `link` bytes per second to other devices of a node, one way; None if unknown. Devices marked `published`
-    were never measured. `lacks` says why a figure of the document does not apply to a precision.
+    were never measured. `lacks` maps precisions to the reason why a figure of the document does not apply.
     """
 
     name: str

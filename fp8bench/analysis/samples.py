@@ -29,7 +29,7 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, fewest
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 from fp8bench.model.consumed import POWER_CAP
 
-# The rounding error of summing the same numbers in another order.
+# The rounding error of summing the same numbers in a different order.
 _ROUNDING = 1e-9
 T = TypeVar("T")
 

@@ -266,7 +266,7 @@ def _rank_row(row: TapeRow) -> tuple[int, int, int]:
     return CELL_PHASES.index(row.phase), -flops, -max(sums.bytes for sums in row.sums)
 
 
-_EMULATED = "emulated: these are parts of what the emulation costs, and say nothing of the precision's speed"
+_EMULATED = "emulated: these are parts of what the emulation costs, not the precision's speed"
 
 
 @dataclass(frozen=True)
@@ -284,8 +284,8 @@ class SharePart:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The parts of a case's step, or why there are none. `seconds` is its best case; for an emulated case, the cost of
-    emulation."""
+    """The parts of a case's step, or the reason without them. `seconds` is its best case; for an emulated case, the
+    cost of emulation."""
 
     case: Case
     shares: Shares | None

@@ -43,7 +43,7 @@ SAME = 0.02
 TYPICAL_SAME = 0.035
 # If the mean differs from the best case by this much, calls differ from each other.
 UNEVEN = 0.05
-# Before the last round, a decision needs more evidence: each look is another chance to err.
+# Before the last round, a decision needs more evidence: each look is one more chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
 # An early decision also needs a narrow interval: +-2%, or this share of a large ratio's logarithm.
@@ -143,7 +143,7 @@ def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool 
 
 
 def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
-    """Whether one arm's steps have so many more cells than another's that only whole steps compare."""
+    """Whether the arms' steps have too different numbers of cells, so that only whole steps compare."""
     parts = [_parts(sample) for sample in samples]
     return max(parts) > _FINER * min(parts)
 
@@ -204,7 +204,7 @@ def _floor(
 ) -> tuple[Interval | None, bool]:
     """Returns the A/A interval of a reference and its control, if it has one, and whether whole steps are compared.
 
-    Cells that compensate for each other widen the A/A interval of cells, too; so the noise floor is that of whole steps
+    Cells that compensate for each other also widen the A/A interval of cells; so the noise floor is that of whole steps
     if these agree better.
     """
     timings = [*entries, case] if case is not None else entries

@@ -28,7 +28,7 @@ CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-# Those whose casts depend on nothing but the tensor and its role.
+# Recipes whose casts depend on nothing but the tensor and its role.
 _SEPARABLE = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
 _SIDE = 4096
 # Options of TransformerLayer for a block like GPT-2's, in which qkv holds queries, keys, values and nothing is dropped.
@@ -117,7 +117,7 @@ class TransformerEngine(Backend):
 
         def fuse(layers: Fused) -> WholeLayer:
             first, *further = layers.weights
-            # A whole block, one product after a norm, or a feed-forward part: what the layer fuses tells which.
+            # A whole block, one product after a norm, or a feed-forward part: decided by what the layer fuses.
             if layers.heads:
                 return block(layers)
             if not further:

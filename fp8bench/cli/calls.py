@@ -1,8 +1,8 @@
 """Commands and requests as Python calls: `fp8bench.gate(a, b, thresholds=f)` is `fp8bench gate A B --thresholds F`.
 
 A call becomes words for the command's own parser, so that Python and the command line have the same options, defaults,
-limits and errors. Its signature and help are made from the parser, too; tests/house/test_python_signatures.py compares
-the types for editors (`fp8bench/__init__.pyi`) with them.
+limits and errors. Its signature and help also come from the parser; tests/house/test_python_signatures.py compares the
+types for editors (`fp8bench/__init__.pyi`) with them.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ _COMMANDS = {
 }
 _FOR_ALL = {
     "progress": "False: nothing on stderr about how far it has come",
-    "observer": "an object that is told instead of stderr how far it has come",
+    "observer": "an object that receives the progress instead of stderr",
 }
 
 

@@ -48,10 +48,11 @@ def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
 
 
 class TrainerKey(NamedTuple):
-    """The meaning of another trainer's key: the first of `targets` that the command has, an option or 'set AXIS'.
+    """The meaning of a key of a training framework: the first of `targets` that the command has, an option or 'set
+    AXIS'.
 
-    A target's values are translated, or passed unchanged if there is no translation. Without targets the key is
-    rejected, and `instead` says what to write.
+    A target's values are translated, or passed unchanged without a translation. Without targets the key is rejected
+    with the remedy `instead`.
     """
 
     targets: Mapping[str, Mapping[str, str]]

@@ -34,16 +34,16 @@ VERBS = ("measure", "understand", "decide", "guard", "machine")
 # FIRST_OPTIONS, which --help shows if there are many options.
 _CORE = {
     "suite": "measure: run a suite in several precisions: speed, error, memory",
-    "profile": "measure: run a model of your own, as it came and in low precision",
-    "show": "understand: print a stored run, duel or training again",
-    "report": "understand: write the report of stored runs, side by side if several",
+    "profile": "measure: measure your model unchanged and in low precision",
+    "show": "understand: print a stored run, duel or training",
+    "report": "understand: write a report of stored runs, side by side if several",
     "compare": "understand: compare two runs, commits or stores",
-    "history": "understand: follow figures over commits, and find where they changed",
+    "history": "understand: follow figures over commits and find where they changed",
     "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
-    "doctor": "machine: say what this one can do, what not, and why",
+    "doctor": "machine: report what this machine supports, and why not",
     "list": "machine: name suites, precisions, backends and devices",
-    "store": "machine: remove what nobody needs of a store",
-    "completion": "machine: print the script that completes commands in bash or zsh",
+    "store": "machine: delete files of a store that no result needs",
+    "completion": "machine: print a completion script for bash or zsh",
 }
 # Packages whose import name differs.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
@@ -163,7 +163,7 @@ def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
     if command:
         # If options precede the command, an option's value is mistaken for the command.
         error = UnknownName("command", command[2][:80], commands_of(parser))
-        return f"{error} Options stand behind the command."
+        return f"{error} Options follow the command."
     lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
     words = "; ".join(_describe_lacking(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({words})' if words else ''}."
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence()  # the reader of our output has closed the pipe
         return EXIT_OK
-    # A user's script runs here, because its exits, signals and exceptions are its own.
+    # A user's script runs here, so that its exits, signals and exceptions pass through.
     return code if isinstance(code, int) else code()
 
 

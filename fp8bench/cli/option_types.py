@@ -1,6 +1,6 @@
 """Parsers of single words of the command line, and of values passed from Python.
 
-Each error says what was expected. The request checks other values from Python.
+Each error names the expected form. The request checks other values from Python.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def plain(path: Any) -> Any:
 
 
 def in_bytes(value: Any) -> Any:
-    # Invalid text is passed on: the request says what it expected.
+    # Invalid text is passed on, and the request refuses it.
     with suppress(argparse.ArgumentTypeError):
         return memory(value) if isinstance(value, str) else value
     return value

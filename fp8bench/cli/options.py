@@ -19,21 +19,21 @@ from fp8bench.registry import AUTO, backends
 _SHARED: dict[str, dict[str, Any]] = {
     "--store": {
         "type": types.path, "default": Path(DEFAULT_STORE), "metavar": "DIR",
-        "help": f"where runs are kept; default {DEFAULT_STORE}",
+        "help": f"where runs are stored; default {DEFAULT_STORE}",
     },
     "--json": {
         "action": "store_true", "help": "print the run as JSON, all samples and verdicts, instead of the table",
     },
-    "--explain": {"action": "store_true", "help": "print how to read the tables, too"},
-    "--all": {"action": "store_true", "help": "print all that is known, not the answer alone"},
+    "--explain": {"action": "store_true", "help": "also explain how to read the tables"},
+    "--all": {"action": "store_true", "help": "print all details, not only the answer"},
     "--csv": {
         "metavar": "PATH",
-        "help": "also write tidy rows there, one a case, phase and metric; '-' prints them instead of the table",
+        "help": "also write a row per case, phase and metric to PATH; '-' prints them instead of the table",
     },
     "--html": {
-        "type": types.path, "metavar": "PATH", "help": "also write the report there, one file that loads nothing",
+        "type": types.path, "metavar": "PATH", "help": "also write the report to PATH, as one self-contained file",
     },
-    "--md": {"type": types.path, "metavar": "PATH", "help": "also write it there as Markdown"},
+    "--md": {"type": types.path, "metavar": "PATH", "help": "also write it to PATH as Markdown"},
     "--no-report": {
         "dest": "report", "action": "store_false",
         "help": "write no report; `fp8bench report RUN` does it later",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.model.request import PROFILERS
+from fp8bench.registry import backends
 from fp8bench.report.data.loggers import LogTarget, check_target
 from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
@@ -175,7 +177,7 @@ def tell(
 ) -> None:
     """Prints a result as requested: as a page, JSON or CSV, and writes the requested files.
 
-    `full_page` is the page for Markdown if that has more; `repeat_words` say how to write a failed file again.
+    `full_page` is the page for Markdown if that has more; `repeat_words` describe how to write a failed file again.
     """
     options = vars(arguments)
     table, text = csv_text(*rows()) if options.get("csv") is not None else "", ""
@@ -190,6 +192,17 @@ def tell(
                 if options.get("json")
                 else render(page(), *stdout_look(options.get("explain", False)))
             )
+
+
+def import_renderers() -> None:
+    """Imports what `print_run` and the report need, so that this takes no time after the run."""
+    for name in ("fp8bench.jobs.after_run", "fp8bench.report.data.run", "fp8bench.report.terminal.run"):
+        import_module(name)
+    from fp8bench.report.page import html, section
+
+    section.sections()
+    html.load_template()
+    backends.names()
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:

@@ -38,11 +38,27 @@ _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NOT_DRAWN = (0, 0)
 
 
-class LiveLine:
+class _Terminal:
+    """What updates in place on a terminal; None once that is closed, which must not end a job."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def _write(self, text: str) -> None:
+        """Writes to the terminal; a closed terminal is ignored."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._stream = None
+
+
+class LiveLine(_Terminal):
     """A line that updates in place on a terminal that a person watches; silent in pipes, CI and dumb terminals."""
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
-        self._stream = stream if is_watched(stream, environ) else None
+        super().__init__(stream if is_watched(stream, environ) else None)
         self._drawn = False
 
     @property
@@ -61,24 +77,15 @@ class LiveLine:
             self._write(_ERASE)
             self._drawn = False
 
-    def _write(self, text: str) -> None:
-        """Writes to the terminal; a closed terminal is ignored."""
-        if self._stream is not None:
-            try:
-                self._stream.write(text)
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._stream = None
 
-
-class LiveBlock:
+class LiveBlock(_Terminal):
     """Lines that update in place on a terminal, whose cursor stays visible.
 
     When a terminal is resized, it may fold or scroll old lines in unknown ways, so the screen is cleared and redrawn.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
+        super().__init__(stream)
         self._height = 0
         self._size = _NOT_DRAWN
 
@@ -108,15 +115,6 @@ class LiveBlock:
         """Returns what moves the cursor to the first line and erases everything from there on."""
         up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
         return f"\r{up}\x1b[J"
-
-    def _write(self, text: str) -> None:
-        """Writes to the terminal; a closed terminal is ignored and must not end the job."""
-        if self._stream is not None:
-            try:
-                self._stream.write(text)
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._stream = None
 
 
 def _size(stream: TextIO | None) -> tuple[int, int]:

@@ -9,13 +9,13 @@ from fp8bench.model.words import MEASURING_CEILINGS
 
 ROUNDS = "measuring"
 # Seconds on an idle machine: from the command to the plan, and after the last group (asv's view, the report).
-_START_SECONDS, _END_SECONDS = 2.0, 1.2
+_START_SECONDS, _END_SECONDS = 1.7, 0.5
 # The same for ceilings, a group's passes and its rounds. Rounds have a time limit, and many groups are decided early.
-_CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 4.0, 7.0
-# The passes of a group took 1.5 to 6 times as long as preparing it, without compiling, in suites on a CPU.
-_PASSES = 4.0
+_CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 2.5, 7.0
+# The passes of a group took 2 to 4 times as long as preparing it, without compiling: the less with two workers.
+_PASSES = 2.7
 # The share of the passes that is done when each begins.
-_BEGINNINGS = {"checking what steps do": 0.25, "measuring memory": 0.45, "counting operators": 0.85}
+_BEGINNINGS = {"checking what steps do": 0.3, "measuring memory": 0.45, "counting operators": 0.85}
 # A smaller share of the rounds would make the prediction jump.
 _LEAST_SHARE = 0.05
 # If passes take longer than predicted, this share of them is always assumed to remain.

@@ -24,7 +24,7 @@ def make_usable() -> None:
 
 
 def say(text: str) -> None:
-    """Writes to stdout and flushes. A closed pipe is no error; if stdout cannot be written, raises NotPrinted."""
+    """Writes to stdout and flushes. A closed pipe is ignored; if stdout cannot be written, raises NotPrinted."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

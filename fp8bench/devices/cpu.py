@@ -19,7 +19,7 @@ from fp8bench.profiler.allocations import AllocationStream, Begun, Said, course
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# Memory beside tensors: workspaces of kernels and the meter's own list; and holes in the heap, which have taken 40% of
+# Memory besides tensors: workspaces of kernels and the meter's own list; and holes in the heap, which have taken 40% of
 # what tensors take.
 _BESIDE_BYTES = 256 << 20
 _HOLES = 2
@@ -131,7 +131,7 @@ def data_bytes() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
     except (OSError, ValueError, IndexError, StopIteration):
-        raise CannotLimit("/proc/self/status does not say how much memory this process has (VmData)") from None
+        raise CannotLimit("/proc/self/status has no line for this process's memory (VmData)") from None
 
 
 def memory_bytes() -> int:

@@ -14,13 +14,13 @@ from fp8bench.profiler.gpu import AllocatorMeter, CapturedStamper, Gpu, limit_fr
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# Libraries and the driver allocate memory themselves; these are their errors when there is none.
+# Libraries and the driver allocate memory themselves; these are their errors when memory is exhausted.
 _NO_MEMORY = re.compile(
     r"_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|(CUDA|HIP) error: out of memory|Triton Error \[\w+\]: out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
-    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not say whose memory it is
+    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not find the owner of the memory
 )
-# Errors that may also have another cause: a device with so much memory left was not out of memory.
+# Errors that may also have another cause: a device with this much memory left was not out of memory.
 _NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _LEFT = 1 << 30
 # At least the cycles of any GPU in a second: torch's sleep counts cycles, and is longer at a lower clock.
@@ -36,7 +36,7 @@ _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
 def pci_address(properties: object) -> str:
-    """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old to tell."""
+    """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old."""
     parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     numbers = [part for part in parts if isinstance(part, int)]
     return "{:08X}:{:02X}:{:02X}".format(*numbers) if len(numbers) == len(parts) else ""
@@ -90,8 +90,8 @@ class Cuda(Gpu):
     """One GPU of NVIDIA's or AMD's; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
     kind = "cuda"
-    # Of this process, by index; None where no product could be captured.
-    _fillers: ClassVar[dict[int, QueueFiller | None]] = {}
+    # Fillers by index; a reason where products could not be captured.
+    _fillers: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
         import torch
@@ -151,21 +151,28 @@ class Cuda(Gpu):
         """Fills the queue with products. An idle GPU's clock rises within milliseconds, and a step that follows would
         begin faster than the same step in a long loop: by how much would depend on the host, and on its neighbours.
 
-        Times shorter than one launch of products are spun: clocks do not move in them, and caches stay as they are.
+        Times shorter than one launch of products are spun: clocks do not change meantime, and caches are untouched.
         """
         import torch
 
         if index not in self._fillers:
             self._fillers[index] = self._make_filler(index)
         filler = self._fillers[index]
-        if filler is None or seconds < filler.seconds:
+        if isinstance(filler, str) or seconds < filler.seconds:
             torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
             return
         for _ in range(math.ceil(seconds / filler.seconds)):
             filler.launch()
 
-    def _make_filler(self, index: int) -> QueueFiller | None:
-        """Captures products of random numbers, so that no mode of torch's counts them as a step's; times one launch."""
+    def why_idle(self, index: int) -> str:
+        filler = self._fillers.get(index, "")
+        return filler if isinstance(filler, str) else ""
+
+    def _make_filler(self, index: int) -> QueueFiller | str:
+        """Captures products of random numbers, so that no mode of torch's counts them as a step's; times one launch.
+
+        Returns the reason where that fails.
+        """
         import torch
 
         key = f"cuda:{index}"
@@ -181,8 +188,8 @@ class Cuda(Gpu):
                     torch.mm(a, b, out=product)
 
             launch = self.captured(index, multiply)
-        except (CannotCapture, RuntimeError):  # no memory, or a device without graphs
-            return None
+        except (CannotCapture, RuntimeError) as failure:  # no memory, or a device without graphs
+            return next(iter(str(failure).splitlines()), type(failure).__name__)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         launch()

@@ -9,7 +9,7 @@ from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_fraction
 from fp8bench.protocols import CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
-# Errors of oneDNN, SYCL and Level Zero when memory is exhausted, beside torch's own exception.
+# Errors of oneDNN, SYCL and Level Zero when memory is exhausted, besides torch's own exception.
 _NO_MEMORY = (
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",

@@ -6,7 +6,7 @@ where a NaN is among its elements.
 
 Blocks are whole (ends are filled with zeros), in one of two layouts: (blocks, size) where a block is part of a row, and
 (down, rows, across, columns) where it is a rectangle. Their values are float32, in one tensor or in several lanes of
-one shape that together hold the blocks (fused.py says why).
+one shape that together hold the blocks (see fused.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST_FACTOR = 2.0**126
 
 
 def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
-    """What elements are multiplied by so that the largest magnitude becomes the format's: largest / amax.
+    """The factor of elements, by which the largest magnitude becomes the format's: largest / amax.
 
     At most 2^126, and 1 where amax is zero, infinite or NaN. POWER_OF_TWO takes the power of two at or below.
     """
@@ -46,7 +46,7 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
 
 
 def quotient(dividend: Tensor, divisor: Tensor) -> Tensor:
-    """The nearest float32: compiled for a GPU, a quotient by a constant or a reciprocal may be the number beside it.
+    """The nearest float32: compiled for a GPU, a quotient by a constant or a reciprocal may be the next number.
 
     A quotient of numbers of 24 bits is never so near to the middle of two floats that rounding float64's differs.
     """
@@ -78,8 +78,8 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
 
 
 def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
-    """What is added to an amax's bits, to carry into the exponent: for mantissas above the largest value's, above zero,
-    from a tie on, or never."""
+    """The number added to an amax's bits, to carry into the exponent: for mantissas above the largest value's, above
+    zero, from a tie on, or never."""
     return {
         ScaleRounding.RCEIL: _MANTISSA_MASK - (bits_of(fmt.largest) & _MANTISSA_MASK),
         ScaleRounding.CEIL: _MANTISSA_MASK,
@@ -116,10 +116,8 @@ def largest_of(blocks: Tensor, inside: tuple[int, ...] | None = None) -> Tensor:
 
 
 def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
-    """What elements are multiplied by to become values, for blocks with these largest magnitudes.
-
-    NaN under scales in e8m0 and e4m3 where a magnitude is.
-    """
+    """The factor that turns the elements of blocks with these largest magnitudes into values. Under scales in e8m0 and
+    e4m3 it is NaN where a magnitude is NaN."""
     if scaling.scale is None:
         return inverse_of(float_factor(amax, fmt, scaling.rounding))
     if scaling.scale is E8M0:

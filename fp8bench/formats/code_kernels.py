@@ -212,12 +212,12 @@ class DelayedScaleKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         used, inverse, history, casts, scale, amax = tensors
-        # An amax that is not finite would poison the history for as many casts as it is long.
+        # An amax that is not finite would poison the history until its entry is overwritten.
         finite, count = amax.isfinite(), casts + 1
         entry = torch.where(finite, amax, 0.0)
         at_place = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
         entered = torch.where(at_place, entry, history)
-        # The most recent as a maximum, too, which shares the kernel of the history.
+        # The most recent amax is also computed as a maximum, so that both algorithms share a kernel.
         largest = (entered if self.delayed.algorithm is Amax.MAX else torch.where(at_place, entry, 0.0)).amax()
         # The next cast uses this scale; the present one was already taken.
         next_scale = float_factor(largest, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin

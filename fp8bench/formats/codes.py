@@ -1,4 +1,4 @@
-"""The codes of a format's values, exactly, as they are stored. Any device, plain torch operations.
+"""Encodes and decodes a format's values exactly, in the layout in memory. Any device, plain torch operations.
 
 A code is the format's bits, lowest first: mantissa, exponent, sign. Formats of up to eight bits have one in each byte
 of a uint8 tensor (six-bit codes too: two bits stay zero), bf16 and fp16 are int16, tf32's nineteen bits are int32.
@@ -32,10 +32,10 @@ def code_dtype(fmt: Format) -> torch.dtype:
 
 
 def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
-    """The codes of `values`, which lie on the format's grid; UsageError where one does not.
+    """Returns the codes of `values`. Raises UsageError for a value that is not on the format's grid.
 
-    Zero of either sign is the one zero of fnuz formats. Every NaN gets the same code. If not `checked`, the values are
-    known to lie on the grid, and no device is waited for.
+    Zero of either sign is the one zero of fnuz formats. Every NaN gets the same code. If not `checked`, the values must
+    be on the grid, and the host does not wait for the device.
     """
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
@@ -70,9 +70,9 @@ def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
 
 
 def pack(codes: Tensor, fmt: Format) -> Tensor:
-    """Codes as they are stored: e2m1's two in a byte along the last dimension, all others as they are.
+    """Packs two e2m1 codes into a byte along the last dimension; returns other codes unchanged.
 
-    The first of two lies in the lower half, as in torch's float4_e2m1fn_x2; an odd end has zero above it.
+    The first of two is the lower half, as in torch's float4_e2m1fn_x2; an odd end has zero above it.
     """
     if fmt is not E2M1:
         return codes
@@ -100,7 +100,7 @@ def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(fmt: Format, device: torch.device) -> Tensor:
-    """The float32 value of each of the 256 bytes; NaN for bytes that are no codes."""
+    """The float32 value of each of the 256 bytes; NaN for bytes that are not codes."""
     codes = range(1 << fmt.bits)
     values = [_value(code, fmt) for code in codes] + [float("nan")] * ((1 << _BYTE) - len(codes))
     return torch.tensor(values, dtype=torch.float32, device=device)

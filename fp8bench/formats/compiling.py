@@ -153,7 +153,7 @@ def _fastest(kernel: Kernel, widths: Sequence[int], choice: vector_width.Kept) -
 
 
 def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
-    """Compiles a kernel with vectors of so many bits, of torch's choice for 0.
+    """Compiles a kernel with vectors of `bits`; 0 leaves the width to torch.
 
     Inductor is called directly: torch.compile's result has guards, four times the overhead of a call, and is lost where
     a dispatch mode was on at its first call.

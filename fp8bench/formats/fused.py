@@ -69,8 +69,7 @@ def float_lanes(source: Tensor) -> list[Tensor]:
 
 
 def join_lanes(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -> Tensor:
-    """Joins two lanes to words of `target` values; a single lane is returned as it is. `exact`: no rounding is
-    needed."""
+    """Joins two lanes to words of `target` values; returns a single lane unchanged. `exact`: nothing is rounded."""
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
@@ -108,7 +107,7 @@ def _nearest_bf16(bits: Tensor) -> Tensor:
 
 
 class Layout(StrEnum):
-    """How a kernel views a matrix that lies in memory row by row; COLUMNS and UPRIGHT are those of transposed operands.
+    """How a kernel views a row-major matrix; COLUMNS and UPRIGHT are those of transposed operands.
 
     FLAT as a row of elements, ROWS and COLUMNS with one factor each, BLOCKS (blocks, size) as parts of rows, UPRIGHT
     (down, size, columns) as parts of columns, RECTANGLES (down, rows, across, columns).
@@ -137,7 +136,7 @@ _SHORTEST = 16
 """Columns of a block from which on values are taken in pairs: half as many words fill a vector of 256 bits."""
 
 
-# Free sizes of examples, which are no size of a block.
+# Free sizes of examples, different from any block's size.
 _MANY, _ROWS, _COLUMNS = 1 << 20, 20, 24
 
 
@@ -182,11 +181,9 @@ class ValuesKernel(Kernel):
 
     @property
     def exact(self) -> bool:
-        """Whether a bfloat16 target has every value that comes out.
-
-        It has those of formats of 8 bits and less. Also under a power of two: a bfloat16 value so low that elements go
-        below its subnormals is a whole number of their steps, before and after rounding.
-        """
+        """Whether a bfloat16 target can hold every result. It can for formats of at most 8 bits, under power-of-two
+        scales as well: a bfloat16 value so small that elements fall below its subnormals is a whole number of their
+        steps, before and after rounding."""
         plain = self.scaling is None and not self.factor
         return self.fmt.bits <= 8 and (plain or (self.scaling is not None and self.scaling.scale is E8M0))
 
@@ -253,7 +250,7 @@ class ValuesKernel(Kernel):
         drawn: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
             return [self._round(value, by) for value, by in zip(values, drawn, strict=True)]
-        # Columns have factors of their own, two neighbours' in a word, too.
+        # Each column has its own factor, also two columns that share a word.
         factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded = [self._round(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
         return [tensor * inverse_of(by) for tensor, by in zip(rounded, factors, strict=True)]
@@ -263,7 +260,7 @@ class ValuesKernel(Kernel):
         return how(values, self.fmt, random, self.overflow)
 
     def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        """Each column of words holds columns of elements, whose blocks have scales of their own."""
+        """Each column of words holds columns of elements, whose blocks have separate scales."""
         assert self.scaling is not None
         rounded = []
         blocks = magnitudes_left if self.fmt.signed_zero else block_values

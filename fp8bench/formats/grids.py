@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Overflow(StrEnum):
-    """What becomes of a value that rounds beyond the largest, if exponents had no upper end.
+    """The result of a value that would round beyond the largest if exponents had no upper end.
 
     SATURATE gives the largest one, for infinities too (as the hardware's satfinite conversions do).
     """
@@ -65,7 +65,7 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest normal where there are no subnormals."""
+        """The smallest subnormal; in a format without subnormals the smallest normal."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
@@ -93,7 +93,7 @@ E2M1 = Format("e2m1", 2, 1, bias=1, largest=6.0)
 E8M0 = Format("e8m0", 8, 0, bias=127, largest=2.0**127, has_nan=True, signed=False, signed_zero=False, zeros=False)
 FP16 = Format("fp16", 5, 10, bias=15, largest=65504.0, has_infinity=True, has_nan=True)
 BF16 = Format("bf16", 8, 7, bias=127, largest=(2 - 2.0**-7) * 2.0**127, has_infinity=True, has_nan=True)
-# What a TF32 tensor core keeps of a float32: the exponent, and ten bits of the mantissa.
+# The part of a float32 that a TF32 tensor core reads: the exponent, and ten bits of the mantissa.
 TF32 = Format("tf32", 8, 10, bias=127, largest=(2 - 2.0**-10) * 2.0**127, has_infinity=True, has_nan=True)
 
 FORMATS: dict[str, Format] = {

@@ -69,7 +69,7 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
-    """The class of NVIDIA's devices of that compute capability; an unlisted one is a class of its own."""
+    """The class of NVIDIA's devices of that compute capability; an unlisted one gets a separate class."""
     listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
     fitting = [kind for kind in listed if kind.capability and kind.capability <= capability]
     return (
@@ -98,7 +98,7 @@ def is_nvidia(facts: DeviceFacts) -> bool:
 
 
 def is_amd(facts: DeviceFacts) -> bool:
-    """AMD GPUs are called cuda in torch, too."""
+    """torch calls AMD GPUs cuda as well."""
     return facts.kind == "cuda" and facts.hip is not None
 
 
@@ -161,7 +161,8 @@ _BITS = (
 
 
 def multiplied_bits(name: str) -> int | None:
-    """The width of the numbers that a kernel multiplies; None if it multiplies none, or the name does not tell."""
+    """The width of the numbers that a kernel multiplies; None if it multiplies none, or its name does not show the
+    width."""
     if _ADDS_UP.search(name) or not _MULTIPLIES.search(name):
         return None
     return next((bits for bits, words in _BITS if words.search(name)), None)

@@ -1,8 +1,8 @@
 """A CPU's compiled kernels, loaded again without torch's compiler, whose import takes seconds.
 
 Torch compiles a kernel into libraries of C++ and a Python function that calls them. Their paths, and that function's
-text, are kept in a file beside them, named by everything that determines what they compute. A file that has changed, or
-that another user could have written, is ignored, and the compiler makes the kernel anew.
+text, are stored in a file next to them, named by everything that determines their results. A file that has changed, or
+that another user could have written, is ignored, and the kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fp8bench.files import compact, seal, unseal, write_whole
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
-# Where a library finds the function that returns a tensor's address; torch sets it, too.
+# Where a library finds the function that returns a tensor's address; torch sets it as well.
 _ADDRESSES = "TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 # Prefix of torch's options, and those that do not change a kernel.
 _OPTIONS, _NO_OPTIONS = "TORCHINDUCTOR_", ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 def read(kernel: object) -> tuple[Call, int] | None:
-    """A kept kernel, and the bits of its vectors; None where there is none that is unchanged."""
+    """Returns a stored kernel and the bits of its vectors; None if it is missing or was changed."""
     path = _file_of(kernel)
     try:
         stored = unseal(json.loads(_read_own(path))) if path is not None else None
@@ -100,7 +100,7 @@ def _parts_of(module: ModuleType) -> dict[str, Any]:
 def _call_of(stored: dict[str, Any]) -> Call:
     guards: Any = torch._C._dynamo.guards
     names: dict[str, Any] = {"torch": torch}
-    # A library that changed since is another kernel.
+    # A library that was changed is a different kernel.
     for name, (file, digest) in stored["libraries"].items():
         if _digest(Path(file)) != digest:
             raise LookupError(file)
@@ -165,7 +165,7 @@ def _file_of(kernel: Any) -> Path | None:
 
 @cache
 def _surroundings() -> tuple[str, ...]:
-    """What else determines a compiled kernel: torch, this Python, the processor, and our own sources."""
+    """Everything else that determines a compiled kernel: torch, this Python, the processor, and our own sources."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())

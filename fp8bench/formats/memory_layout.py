@@ -1,7 +1,7 @@
-"""How a fused quantiser takes a tensor: as it lies in memory if possible, else as a copy.
+"""Decides how a fused quantiser reads a tensor: in place if possible, else as a copy.
 
-A matrix that lies row by row is taken as it is, and so is the transpose of one, as operands of backward products are.
-Tensors that lie otherwise, have another dtype or incomplete last blocks are copied first.
+A row-major matrix is read in place, and so is the transpose of one, such as an operand of a backward product. Tensors
+with other strides, have another dtype or incomplete last blocks are copied first.
 """
 
 from __future__ import annotations

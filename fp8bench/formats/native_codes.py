@@ -7,6 +7,7 @@ operations. Inside a graph that torch compiles there are plain operations instea
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +42,14 @@ from fp8bench.formats.scale_layouts import squares as by_squares
 from fp8bench.formats.scaled import factor, matrix_of, quantise
 from fp8bench.formats.triton_casts import find_by_hand, use_by_hand
 
+Memory = tuple[Any, ...]
+"""Tensors that a cast writes, None for what it leaves out."""
 LAUNCHES = {
     f"fp8bench::{name}": 1
     for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
 }
-"""GPU kernels that one call starts if torch compiles it, counted with torch 2.13 and 2.11 for sm_90 (docs/gpu.md says
-how)."""
+"""GPU kernels that one call starts if torch compiles it, counted with torch 2.13 and 2.11 for sm_90 (method:
+docs/gpu.md)."""
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
@@ -54,9 +57,7 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
-    out = torch.empty(x.shape, dtype=DTYPES[fmt.name], device=x.device)
-    torch.ops.fp8bench.codes(x.detach(), scale, out, None, fmt.name)
-    return out
+    return _codes(x, scale, fmt, True, False)[0]
 
 
 def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,17 +65,24 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
         straight = torch_codes(x, fmt, scale)
         return straight, straight.t().contiguous()
     check_input(x)
-    straight, turned = (torch.empty(tensor.shape, dtype=DTYPES[fmt.name], device=x.device) for tensor in (x, x.t()))
-    torch.ops.fp8bench.codes(x.detach(), scale, straight, turned, fmt.name)
-    return straight, turned
+    return _codes(x, scale, fmt, True, True)
 
 
 def transpose_codes(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
-    turned = torch.empty(straight.shape[::-1], dtype=straight.dtype, device=straight.device)
-    torch.ops.fp8bench.codes(straight.view(torch.uint8), None, None, turned.view(torch.uint8), "")
-    return turned
+    _, turned = _codes(straight.view(torch.uint8), None, None, False, True)
+    return turned.view(straight.dtype)
+
+
+def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
+    """Returns the codes and the codes of the transpose, None unless requested. Without a format the bytes of x are
+    copied."""
+    dtype, name = (x.dtype, "") if fmt is None else (DTYPES[fmt.name], fmt.name)
+    layouts = x.shape if straight else None, x.shape[::-1] if turned else None
+    written = (name,)
+    out = cast("codes", (straight, turned), (x.detach(), scale), written, lambda: _memory(x.device, dtype, *layouts))
+    return out[0], out[1]
 
 
 def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -> tuple[Tensor, Tensor]:
@@ -83,44 +91,48 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
     With a `block`, under a scale for each `block` elements of a row; the scales are then laid out by_columns
     (scale_layouts.py).
     """
-    scaling = Scaling(1, block, rounding=rounding)
     if torch.compiler.is_compiling() or not x.numel():
-        return _plain_row_codes(x, fmt, scaling)
+        return _plain_row_codes(x, fmt, Scaling(1, block, rounding=rounding))
     check_input(x)
-    cast = _Rows.of(x.detach(), fmt, block)
-    torch.ops.fp8bench.row_codes(*cast.memory, fmt.name, rounding.value, block)
-    return cast.result()
+    rows = _Rows.of(x.detach(), fmt, block)
+    out, inverse = cast("row_codes", None, (rows.matrix,), (fmt.name, rounding.value, block), rows.allocate)
+    return rows.result(out, inverse)
 
 
 def row_codes_both(
     x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Codes and scales of a matrix, and of its transpose, whose rows have scales of their own."""
+    """Codes and scales of a matrix and of its transpose; the transpose has a scale for each of its rows."""
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
     straight, turned = (_Rows.of(tensor, fmt, block) for tensor in (x.detach(), x.detach().t()))
-    torch.ops.fp8bench.row_codes_both(*straight.memory, *turned.memory, fmt.name, rounding.value, block)
-    return straight.result(), turned.result()
+    matrices, written = (straight.matrix, turned.matrix), (fmt.name, rounding.value, block)
+    memory = cast("row_codes_both", None, matrices, written, lambda: straight.allocate() + turned.allocate())
+    return straight.result(*memory[:2]), turned.result(*memory[2:])
 
 
 class _Rows(NamedTuple):
-    """The arguments of a cast by rows: the matrix filled to whole blocks, and memory for codes and scales."""
+    """A cast by rows: the matrix filled to whole blocks, how many of its columns count, and its codes' format."""
 
-    memory: tuple[Tensor, Tensor, Tensor]
+    matrix: Tensor
     columns: int
     block: int
+    fmt: Format
 
     @classmethod
     def of(cls, x: Tensor, fmt: Format, block: int) -> _Rows:
-        rows, columns = x.shape
-        matrix, _ = whole_blocks(x, 1, block)
-        out = torch.empty(matrix.shape, dtype=DTYPES[fmt.name], device=x.device)
-        inverse = torch.empty(-(-columns // block) if block else 1, rows, dtype=torch.float32, device=x.device)
-        return cls((matrix, out, inverse), columns, block)
+        return cls(whole_blocks(x, 1, block)[0], x.shape[1], block, fmt)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        _, out, inverse = self.memory
+    def allocate(self) -> tuple[Tensor, Tensor]:
+        """Memory for codes and scales."""
+        matrix, block = self.matrix, self.block
+        inverse = -(-self.columns // block) if block else 1, len(matrix)
+        return _memory(matrix.device, DTYPES[self.fmt.name], matrix.shape) + _memory(
+            matrix.device, torch.float32, inverse
+        )
+
+    def result(self, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
         # Products check strides even of sides of 1: scales of rows are a column, those of blocks lie by columns.
         return data, turned_rows(inverse) if self.block else inverse.view(-1, 1)
@@ -131,7 +143,7 @@ def square_codes(
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """Codes of a matrix under the current scale of each 128x128 square, and the scales that decode them.
 
-    With `both`, those of its transpose, too. Scales lie as `squares` lays them (scale_layouts.py).
+    With `both` also those of its transpose. Scales lie as `squares` lays them (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
         return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
@@ -162,8 +174,9 @@ def _square_codes_by_hand(
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     down, across = (-(-length // SQUARE) for length in x.shape)
     inverse, turned_inverse = filled_squares(down, across, x.device)
-    straight, turned = _memory_for_codes(x, fmt, both)
-    torch.ops.fp8bench.square_codes(x, inverse, turned_inverse, straight, turned, fmt.name, rounding.value)
+    straight, turned = cast(
+        "square_codes", both, (x, inverse, turned_inverse), (fmt.name, rounding.value), lambda: _both(x, fmt, both)
+    )
     result = (straight, turned_rows(inverse))
     return (result,) if turned is None else (result, (turned, turned_rows(turned_inverse)))
 
@@ -187,14 +200,12 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
     """Codes under the tensor's current scale, where `casts_in_one_call`: the scale that decodes them, codes, and with
     `both` those of the transpose."""
     check_input(x)
-    scale, inverse = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
-    straight, turned = _memory_for_codes(x, fmt, both)
-    torch.ops.fp8bench.current_codes(x.detach(), scale, inverse, straight, turned, fmt.name, rounding.value)
-    return inverse, straight, turned
+    out = cast("current_codes", both, (x.detach(),), (fmt.name, rounding.value), lambda: _with_scales(x, fmt, both))
+    return out[1], out[2], out[3]
 
 
 class DelayedCodes(NamedTuple):
-    """The scale of a cast, the one that decodes, and codes, which `both` gives of the transpose, too."""
+    """The scale of a cast, the scale that decodes, the codes, and with `both` the codes of the transpose."""
 
     scale: Tensor
     inverse: Tensor
@@ -205,19 +216,25 @@ class DelayedCodes(NamedTuple):
 def delayed_codes(
     x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
 ) -> DelayedCodes:
-    """What `delayed_scale` and a cast do, where `casts_in_one_call`: the magnitude is found while casting."""
+    """Does `delayed_scale` and a cast in one pass, where `casts_in_one_call`."""
     check_input(x)
-    used, inverse = torch.empty_like(scale), torch.empty_like(scale)
-    straight, turned = _memory_for_codes(x, fmt, both)
     written = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
-    torch.ops.fp8bench.delayed_codes(x.detach(), history, casts, scale, used, inverse, straight, turned, *written)
-    return DelayedCodes(used, inverse, straight, turned)
+    inputs = x.detach(), history, casts, scale
+    return DelayedCodes(*cast("delayed_codes", both, inputs, written, lambda: _with_scales(x, fmt, both)))
 
 
-def _memory_for_codes(x: Tensor, fmt: Format, both: bool) -> tuple[Tensor, Tensor | None]:
-    dtype = DTYPES[fmt.name]
-    straight = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return straight, torch.empty(x.shape[::-1], dtype=dtype, device=x.device) if both else None
+def _both(x: Tensor, fmt: Format, both: bool) -> Memory:
+    return _memory(x.device, DTYPES[fmt.name], x.shape, x.shape[::-1] if both else None)
+
+
+def _with_scales(x: Tensor, fmt: Format, both: bool) -> Memory:
+    """Memory for a tensor's scale, its inverse, and codes."""
+    return _memory(x.device, torch.float32, (), ()) + _both(x, fmt, both)
+
+
+def _memory(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
+    """Allocates a tensor for each shape, None for None."""
+    return tuple(None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
 
 def delayed_scale(
@@ -253,7 +270,8 @@ def _plain_square_codes(x: Tensor, fmt: Format, scaling: Scaling, both: bool) ->
 
 def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
     """The matrix, filled with zeros to whole blocks, and whether it had whole blocks already."""
-    rows, columns = (-length % block if block else 0 for length, block in zip(x.shape, (down, across), strict=True))
+    height, width = x.shape
+    rows, columns = -height % down if down else 0, -width % across if across else 0
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
 
 
@@ -261,7 +279,7 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
     if not x.numel():
         return None
     matrix, swapped = laid(x)
-    # The memory decides which orientation is straight: x may be the transpose of what lies there.
+    # The memory decides which orientation is straight: x may be a transposed view of it.
     if swapped:
         out, turned = turned, out
     # A scale for each square fixes its side; otherwise the side is free, and chosen for the shape.
@@ -286,9 +304,9 @@ def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: 
 
 def _run_row_codes_both(
     x: Tensor,
+    y: Tensor,
     out: Tensor,
     inverse: Tensor,
-    y: Tensor,
     out_of_y: Tensor,
     inverse_of_y: Tensor,
     fmt: str,
@@ -415,32 +433,99 @@ def call(kernel: Definition, *tensors: Tensor) -> Launched | None:
         kernel(*tensors)
         return None
     repeat: Any = compiled.run(*tensors)
-    return Launched(repeat, [tensor.data_ptr() for tensor in tensors]) if by_hand else None
+    return Launched(repeat, [tensor.data_ptr() for tensor in tensors]) if by_hand and repeat is not None else None
 
 
-def repeat_or_run(run: Callable[..., Launched | None]) -> Callable[..., None]:
-    """An operator that repeats the launches of a cast by hand for arguments that differ in addresses alone."""
+class Relaunch(NamedTuple):
+    """A cast by hand as it ran once: the layouts of what it wrote, None where it wrote nothing, and its launches.
 
-    def cast(x: Tensor, *others: object) -> None:
-        if not use_by_hand(x.device):
-            run(x, *others)
-            return
-        addresses = [argument.data_ptr() for argument in (x, *others) if isinstance(argument, Tensor)]
-        # Two operands may be one matrix.
-        same = tuple(addresses.index(address) for address in addresses)
-        key = run, x.device, _describe(x), *map(_describe, others), same
-        if operators.KERNELS.repeat(key, addresses):
-            return
-        launched = run(x, *others)
-        if launched is not None and {*launched.addresses} <= {*addresses}:  # none is a copy's
-            order = [addresses.index(address) for address in launched.addresses]
-            operators.KERNELS.keep(key, launched.repeat, order)
+    `take` picks the launches' addresses of those of inputs and outputs.
+    """
 
-    return cast
+    layouts: tuple[tuple[Sequence[int], Sequence[int], torch.dtype] | None, ...]
+    launch: Callable[[Sequence[int]], bool]
+    take: Callable[[Sequence[int]], Sequence[int]]
+
+    def run(self, device: torch.device, addresses: list[int]) -> Memory | None:
+        """Casts inputs at these addresses into new memory; None where a launch has to be planned again."""
+        outputs: list[Tensor | None] = []
+        for layout in self.layouts:
+            if layout is None:
+                outputs.append(None)
+                continue
+            shape, stride, dtype = layout
+            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # torch.empty takes twice as long
+            outputs.append(out)
+            addresses.append(out.data_ptr())
+        return tuple(outputs) if self.launch(self.take(addresses)) else None
 
 
-def _describe(argument: Any) -> Hashable:
-    return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else argument
+def cast(
+    name: str,
+    variant: Hashable,
+    inputs: Sequence[Tensor | None],
+    written: tuple[Hashable, ...],
+    allocate: Callable[[], Memory],
+) -> Memory:
+    """Calls the operator `name` with inputs, memory that it writes, and words; returns the memory.
+
+    A cast by hand that differs from an earlier one in addresses alone repeats its launches: planning them and torch's
+    dispatcher take longer than the launches. `variant` and the words decide what is allocated.
+    """
+    x = inputs[0]
+    assert x is not None
+    if not use_by_hand(x.device) or _is_observed(x):
+        outputs = allocate()
+        getattr(torch.ops.fp8bench, name)(*inputs, *outputs, *written)
+        return outputs
+    # 1. Describe the call: one loop, because its time is a large part of a small cast's.
+    addresses: list[int] = []
+    described: list[Hashable] = [name, variant, x.device, written]
+    for tensor in inputs:
+        if tensor is None:
+            described.append(None)
+        else:
+            addresses.append(tensor.data_ptr())
+            described += tensor.shape, tensor.stride(), tensor.dtype
+    if len({*addresses}) < len(addresses):  # two inputs are one matrix
+        described += map(addresses.index, addresses)
+    key = tuple(described)
+    # 2. Repeat the launches of an earlier call.
+    relaunch = operators.KERNELS.relaunches.get(key)
+    if relaunch is not None and (memory := relaunch.run(x.device, [*addresses])) is not None:
+        operators.KERNELS.count_launch()
+        return memory
+    # 3. Plan and launch, and store the launches unless they used copies of inputs.
+    memory = allocate()
+    launched = _RUNS[name](*inputs, *memory, *written)
+    addresses += [out.data_ptr() for out in memory if out is not None]
+    if launched is not None and {*launched.addresses} <= {*addresses}:
+        layouts = [None if out is None else (out.shape, out.stride(), out.dtype) for out in memory]
+        take = itemgetter(*map(addresses.index, launched.addresses))
+        operators.KERNELS.relaunches[key] = Relaunch(tuple(layouts), launched.repeat, take)
+    return memory
+
+
+def _is_observed(x: Tensor) -> bool:
+    """Whether a dispatch mode, a transform or a subclass has to see the operators that are called."""
+    return (
+        type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+_RUNS: dict[str, Callable[..., Launched | None]] = {}
+
+
+def define_cast(name: str, schema: str, run: Callable[..., Launched | None]) -> None:
+    """Registers an operator of `cast`."""
+
+    def call_run(*arguments: object) -> None:
+        run(*arguments)
+
+    _RUNS[name] = run
+    operators.define(name, schema, call_run)
 
 
 def laid(x: Tensor) -> tuple[Tensor, bool]:
@@ -456,11 +541,11 @@ def _side(lengths: Sequence[int]) -> int:
     return SIDE if not any(length % SIDE for length in lengths) else 1
 
 
-_ROWS = "Tensor x, Tensor(a!) out, Tensor(b!) inverse"
 _DELAYED = (
     "Tensor amax, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, "
     "str fmt, str algorithm, int margin, int interval"
 )
+_ROWS_BOTH = "Tensor x, Tensor y, Tensor(a!) out, Tensor(b!) inverse, Tensor(c!) out_of_y, Tensor(d!) inverse_of_y"
 _OUT = "Tensor(y!) out, Tensor(z!)? turned"
 _DELAYED_CODES = (
     f"Tensor x, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, {_OUT}"
@@ -468,10 +553,10 @@ _DELAYED_CODES = (
 _SQUARES = "Tensor matrix, Tensor(a!) scale, Tensor(b!) inverse, Tensor(c!) turned, str fmt, str rounding"
 for _name, _arguments, _run in (
     ("codes", "Tensor x, Tensor? scale, Tensor(a!)? out, Tensor(b!)? turned, str fmt", _run_codes),
-    ("row_codes", f"{_ROWS}, str fmt, str rounding, int block", _run_row_codes),
+    ("row_codes", "Tensor x, Tensor(a!) out, Tensor(b!) inverse, str fmt, str rounding, int block", _run_row_codes),
     (
         "row_codes_both",
-        f"{_ROWS}, Tensor y, Tensor(c!) out_of_y, Tensor(d!) inverse_of_y, str fmt, str rounding, int block",
+        f"{_ROWS_BOTH}, str fmt, str rounding, int block",
         _run_row_codes_both,
     ),
     ("square_scales", _SQUARES, _run_square_scales),
@@ -489,4 +574,4 @@ for _name, _arguments, _run in (
     ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale),
     ("delayed_scale", _DELAYED, _run_delayed_scale),
 ):
-    operators.define(_name, f"({_arguments}) -> ()", repeat_or_run(_run) if "codes" in _name else _run)
+    (define_cast if "codes" in _name else operators.define)(_name, f"({_arguments}) -> ()", _run)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 class Kernels:
     """The kernels of this process. Thread-safe.
 
-    `wanted` are those that calls would have used, had they been compiled; `refused` says why some did not compile.
-    `eager` counts the calls that ran as separate operations although there is a kernel for them, `fused` those that ran
-    as one kernel, by the bits of its vectors.
+    `wanted` are those that calls would have used, had they been compiled; `refused` has the reasons of those that did
+    not compile. `eager` counts the calls that ran as separate operations although there is a kernel for them, `fused`
+    those that ran as one kernel, by the bits of its vectors.
     """
 
     def __init__(self) -> None:
@@ -44,13 +45,14 @@ class Kernels:
         self.refused: dict[Definition, str] = {}
         self.eager = 0
         self.fused = Counter[int]()
+        # Launches of casts by hand, by the layouts of their inputs (native_codes.py).
+        self.relaunches: dict[Hashable, Any] = {}
         self._ready: dict[Definition, Compiled] = {}
-        self._repeats: dict[Hashable, tuple[Callable[[Sequence[int]], bool], Sequence[int]]] = {}
         self._lock = threading.Lock()
 
     def get(self, kernel: Definition) -> Compiled | None:
         ready = self._ready.get(kernel)
-        # The worker reads the counts to say whether timed steps ran compiled kernels.
+        # The worker reads the counts to report whether timed steps ran compiled kernels.
         with self._lock:
             if ready is not None:
                 self.fused[ready.bits] += 1
@@ -60,21 +62,9 @@ class Kernels:
                 self.wanted[kernel] = None
         return None
 
-    def keep(self, key: Hashable, repeat: Callable[[Sequence[int]], bool], order: Sequence[int]) -> None:
-        """Keeps a launch for calls with the same key; it takes the addresses of their tensors with these numbers."""
-        self._repeats[key] = repeat, order
-
-    def repeat(self, key: Hashable, addresses: Sequence[int]) -> bool:
-        """Repeats the launch of an earlier call; False, and nothing, where there is none for it."""
-        repeat = self._repeats.get(key)
-        if repeat is None:
-            return False
-        launch, order = repeat
-        if not launch([addresses[number] for number in order]):
-            return False
+    def count_launch(self) -> None:
         with self._lock:
             self.fused[0] += 1
-        return True
 
     def compile(self, *kernels: Definition) -> None:
         """Compiles kernels: seconds for each the first time on a machine, tenths from torch's cache on disk.

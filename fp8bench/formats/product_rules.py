@@ -98,7 +98,7 @@ def missing(product: Product, device: DeviceClass) -> str:
 
 
 def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
-    """What torch's scaled_mm, and the libraries it calls, refuse in a product that the class has."""
+    """Returns why torch's scaled_mm, or a library it calls, refuses a product that the class supports."""
     return (*_of_kind(product, device), *_of_shape(product, device))
 
 
@@ -178,7 +178,7 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
 
 
 def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
-    """What sides must be multiples of for torch's scaled_grouped_mm; 0 where it cannot be used.
+    """The number that sides must be multiples of for torch's scaled_grouped_mm; 0 where it cannot be used.
 
     GroupedBlas.cpp requires E4M3 on compute capability 9 or 10: with a scale a row, and rows that begin at 16 bytes; or
     in whole MX blocks, whose kernels are those of 10.0. Its kernels for ROCm are not used here.
@@ -226,7 +226,7 @@ _TE_SCHEMES = (Scheme.TENSOR, Scheme.BLOCK, Scheme.MXFP8, Scheme.NVFP4)
 
 def te_refusal(product: Product, device: DeviceClass) -> str:
     """Why Transformer Engine's recipes refuse such a product on one of NVIDIA's devices, in any shape
-    (check_mxfp8_support and its neighbours); '' where they do not, or there is no recipe for it."""
+    (check_mxfp8_support and its neighbours); '' where they accept it or have no recipe for it."""
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:
         return ""

@@ -26,7 +26,7 @@ _INDICES = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """Seeds of the next casts: `last` plus each of `steps`. Whoever computes them writes the last one to `after`."""
+    """Seeds of the next casts: `last` plus each of `steps`. The last one is written to `after`."""
 
     last: Tensor
     after: Tensor
@@ -36,7 +36,7 @@ class Draw(NamedTuple):
 def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
     """int32 numbers uniform below 2^24, one for each element in row-major order.
 
-    `seed` is an int64 tensor of one element. Elements 2^32 apart have keys of their own, so that nothing repeats.
+    `seed` is an int64 tensor of one element. Elements 2^32 apart have different keys, so that nothing repeats.
     """
     check_seed(seed)
     if prod(shape) <= _INDICES:
@@ -220,8 +220,8 @@ def round_to(
 ) -> Tensor:
     """`x` rounded onto the grid of `fmt`, as float32 or into `out`: to nearest even, or stochastically with a seed.
 
-    Subnormals, NaN and the sign of zero (where the format has it) are kept; larger values saturate unless `overflow`
-    says otherwise. e8m0 has neither sign nor zero: both become NaN, and its ties go up. Input is float32, bfloat16 or
+    Subnormals, NaN and the sign of zero (where the format has it) are kept; larger values saturate unless `overflow` is
+    different. e8m0 has neither sign nor zero: both become NaN, and its ties go up. Input is float32, bfloat16 or
     float16 of any shape; no gradient flows. `seed` is an int64 tensor of one element on the device of `x`: the same one
     gives the same values on every device. torch's own casts are not used because their overflow differs between torch
     versions and between formats.

@@ -66,7 +66,7 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     # Short sums are a model of what Hopper's units do, so they are only emulated.
     if recipe.accumulator is not Accumulator.FP32:
         return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
-    # What counts is the recipe in this device's own formats: MI300 has others of the same width.
+    # Check the recipe in this device's formats: MI300's differ at the same width.
     meant = on_device(recipe, facts)
     products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in meant.products]
     # A recipe is native only as a whole: one emulated product would make its speed a mixture.
@@ -111,7 +111,7 @@ def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts
 
 
 def _against(products: list[Product], device: DeviceClass) -> str:
-    """The first objection of a class of devices, or of torch there, to the products; '' if there is none."""
+    """The first objection of a class of devices, or of torch there, to the products; '' if they are supported."""
     if lacking := next(filter(None, (missing(product, device) for product in products)), ""):
         return lacking
     against = chain.from_iterable(objections(product, device) for product in products)

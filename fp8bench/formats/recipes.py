@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
@@ -145,7 +146,7 @@ class Delayed:
     """Delayed scaling: a tensor's scale comes from the largest magnitudes of earlier steps.
 
     scale = largest of the format / (amax * 2^margin), renewed every `interval` casts of a tensor from the last
-    `history` of its amaxes. An amax of 0 leaves the scale as it is (1 to begin with).
+    `history` of its amaxes. An amax of 0 leaves the scale unchanged (initially 1).
     """
 
     history: int = 1024
@@ -161,7 +162,7 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of one role's tensors: their elements' format, their scaling (None: none), their rounding."""
+    """How one role's tensors are cast: format of elements, scaling (None: without), rounding."""
 
     fmt: Format
     scaling: Scaling | None = None
@@ -208,7 +209,8 @@ class Recipe:
     def treatments(self) -> tuple[Treatment, Treatment, Treatment]:
         return self.input, self.weight, self.gradient
 
-    @property
+    # Read for every cast.
+    @cached_property
     def per_tensor(self) -> bool:
         return all(
             treatment.scaling is not None and treatment.scaling.rows == 0 and treatment.scaling.scale is None
@@ -232,7 +234,7 @@ class Recipe:
 
     @property
     def keeps_source(self) -> bool:
-        """Whether the other orientation of an operand needs a cast of its own."""
+        """Whether the transposed operand needs a separate cast."""
         turned = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
         stochastic = any(treatment.stochastic for treatment in self.treatments)
         return self.hadamard or self.high_weight_gradient or stochastic or not turned

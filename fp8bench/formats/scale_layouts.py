@@ -1,12 +1,12 @@
-"""How scaled products of a GPU want the scales of blocks in memory, and the way back. Plain torch operations.
+"""Converts scales of blocks to the memory layouts that a GPU's scaled products read, and back. Plain torch operations.
 
 A matrix of scales is (down, across): a row for each row of blocks, a column for each stretch of the contraction.
 
-Hopper's float32 scales lie column by column: those of 1x128 as (down, across) with strides (1, down), those of 128x128
-transposed, as (across, down) with across filled up to a multiple of 4 and strides (1, that).
+Hopper's float32 scales are stored column by column: those of 1x128 as (down, across) with strides (1, down), those of
+128x128 transposed, as (across, down) with across filled up to a multiple of 4 and strides (1, that).
 
-Blackwell's bytes lie in whole tiles of 128 x 4, row after row of tiles. In a tile of 512 bytes the scale of row r and
-column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4.
+Blackwell's bytes are stored in whole tiles of 128 x 4, row after row of tiles. In a tile of 512 bytes the scale of row
+r and column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4.
 """
 
 from __future__ import annotations

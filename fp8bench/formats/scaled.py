@@ -31,7 +31,7 @@ from fp8bench.formats.recipes import Scaling
 
 @dataclass(frozen=True)
 class Scaled:
-    """A tensor as it is stored: codes, and the scales beside them. value = element * scale (* tensor scale).
+    """A tensor in storage: codes and their scales. value = element * scale (* tensor scale).
 
     `codes` have the tensor's shape, with two e2m1 codes in a byte of the last dimension. `scales` are bytes of a format
     of scales, else float32: one, one a row (rows, 1), or one a block (down, across). None: no scaling.
@@ -79,7 +79,7 @@ def values(
 
 
 def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """What the elements of a tensor or of each row are multiplied by, and its inverse, the scale that decodes.
+    """The factor of a tensor's elements, or of each row's, and its inverse, the scale that decodes.
 
     float32 without dimensions, or with one column for rows, on the tensor's device: the host reads no value.
     """
@@ -100,11 +100,9 @@ def quantise(
     scale: Tensor | None = None,
     checked: bool = True,
 ) -> Scaled:
-    """`x` as it is stored: element times scale is what `values` returns, bit for bit.
-
-    UsageError for a NaN where neither the format nor the scale has a code for it; if not `checked`, that is not looked
-    for, and no device is waited for. A block whose scale is NaN is stored as zeros.
-    """
+    """Returns `x` as codes and scales: element times scale is what `values` returns, bit for bit. Raises UsageError for
+    a NaN where neither the format nor the scale has a code for it; if not `checked`, this is not tested, and the host
+    does not wait for the device. A block whose scale is NaN is stored as zeros."""
     check_input(x)
     check_scaling(fmt, scaling, scale)
     if scaling is None:
@@ -175,7 +173,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one kernel
         return largest
-    # Reads the tensor once, as it lies, and allocates nothing of its size; abs().amax() is 12 times slower here.
+    # Reads the tensor once, in memory order, without a temporary of its size; abs().amax() is 12 times slower here.
     low, high = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
     return torch.maximum(low.neg(), high).abs().to(torch.float32)
 

@@ -1,7 +1,7 @@
 """Native casts to MX and NVFP4: codes along the contraction, and scales in the tiles where products look for them.
 
 Products of compute capability 10.0 read scales in tiles of 128 x 4 (scale_layouts.py). Where a matrix fills its tiles,
-one kernel writes codes and scales in place; else scales come out row by row, and are put into tiles afterwards.
+one kernel writes codes and scales in place; else scales are written row by row, and copied into tiles afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8bench.formats.codes import DTYPES, elements, encode_values
 from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import Called, Launched, call, laid, repeat_or_run, whole_blocks
+from fp8bench.formats.native_codes import Called, Launched, call, cast, define_cast, laid, whole_blocks
 from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, round_values
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzle, swizzled_into
@@ -74,7 +74,7 @@ class Places:
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, down: int) -> Tensor:
-        """The bytes of scales, which lie in tiles, or in rows; all of them unviewed where they are numbered."""
+        """Views the bytes of scales in tiles or in rows; unchanged where scales are written by index."""
         if self.writes_by_index:
             return memory
         if not self.tiled:
@@ -145,10 +145,10 @@ class TiledCodesKernel(Kernel):
             codes = [encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
-        # Scales of one row each lie in the order of the codes; those of squares are spread over their rows.
+        # Scales of single rows have the order of the codes; those of squares are repeated over their rows.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        else:  # by every element, though once a row would do: a smaller shape would be a kernel of its own
+        else:  # by every element, though once a row would do: a smaller shape would need a separate kernel
             scales.index_put_((self.places.numbers(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
 
@@ -199,7 +199,7 @@ class PairsKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         pairs, out = tensors
-        # There is no code for NaN: it becomes the largest, as by a GPU's saturating conversions.
+        # No code is NaN: it becomes the largest, as by a GPU's saturating conversions.
         values = pairs.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
         first, second = (encode_values(round_values(values[..., number], E2M1), E2M1) for number in (0, 1))
         out.copy_(first.bitwise_or(second.bitwise_left_shift(4)))
@@ -269,16 +269,16 @@ def tiled_codes(
 ) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, two e2m1 ones in a byte, and the bytes of its blocks' scales in tiles (scale_layouts.py).
 
-    Every row has scales of its own, and those of NVFP4's squares are repeated, because no product takes squares as
-    such. MX's are float8_e8m0fnu; NVFP4's are bytes, followed by the four of the tensor's own float32 scale: `amaxes`
-    are the largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
+    Every row has separate scales, and those of NVFP4's squares are repeated, because no product takes squares as such.
+    MX's are float8_e8m0fnu; NVFP4's are bytes, followed by the four of the tensor's own float32 scale: `amaxes` are the
+    largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
     """
     check_input(x)
     if not _takes_kernel(x):
         return _plain(x, fmt, scaling, *_seeds(draw, 1))
     target = _Tiled.of(x, fmt, scaling, draw is not None)
     _scale_tensors([target], [x], draw, () if amaxes is None else (amaxes,))
-    torch.ops.fp8bench.tiled_codes(*target.arguments, *_operator_arguments(fmt, scaling))
+    cast("tiled_codes", None, target.arguments, (target.tiled, *_operator_arguments(fmt, scaling)), tuple)
     return target.result()
 
 
@@ -295,7 +295,8 @@ def tiled_codes_both(
         return _plain(x, fmt, scaling, first), _plain(turned, fmt, scaling, second)
     straight, transpose = (_Tiled.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
     _scale_tensors([straight, transpose], [x], draw, amaxes)
-    torch.ops.fp8bench.tiled_codes_both(*straight.arguments, *transpose.arguments, *_operator_arguments(fmt, scaling))
+    written = straight.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
+    cast("tiled_codes_both", None, (*straight.arguments, *transpose.arguments), written, tuple)
     return straight.result(), transpose.result()
 
 
@@ -376,8 +377,8 @@ class _Tiled(NamedTuple):
         return cls(matrix, codes, scales, above, key, tiled, memory, shape, _DTYPES[fmt.name])
 
     @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
-        return self.matrix, self.codes, self.scales, self.above, self.key, self.tiled
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.matrix, self.codes, self.scales, self.above, self.key
 
     def result(self) -> tuple[Tensor, Tensor]:
         codes, above = self.codes, self.above
@@ -424,12 +425,12 @@ def _run_tiled_codes_both(
     scales: Tensor,
     above: Tensor | None,
     key: Tensor | None,
-    tiled: bool,
     y: Tensor,
     out_of_y: Tensor,
     scales_of_y: Tensor,
     above_y: Tensor | None,
     key_of_y: Tensor | None,
+    tiled: bool,
     tiled_y: bool,
     fmt: str,
     rows: int,
@@ -481,11 +482,13 @@ def _run_tensor_scales(
     call(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(above), tuple(steps)), *tensors)
 
 
-_TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key, bool tiled"
-_OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y, bool tiled_y"
+_TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key"
+_OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y"
 _WRITTEN = "str fmt, int rows, int columns, str kept, str rounding"
 _ABOVE = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, Tensor(c!)[] keys, int[] steps"
-operators.define("tiled_codes", f"({_TILED}, {_WRITTEN}) -> ()", repeat_or_run(_run_tiled_codes))
-operators.define("tiled_codes_both", f"({_TILED}, {_OF_Y}, {_WRITTEN}) -> ()", repeat_or_run(_run_tiled_codes_both))
+define_cast("tiled_codes", f"({_TILED}, bool tiled, {_WRITTEN}) -> ()", _run_tiled_codes)
+define_cast(
+    "tiled_codes_both", f"({_TILED}, {_OF_Y}, bool tiled, bool tiled_y, {_WRITTEN}) -> ()", _run_tiled_codes_both
+)
 operators.define("tensor_scales", f"({_ABOVE}) -> ()", _run_tensor_scales)
 operators.define("unscaled_codes", "(Tensor x, Tensor(a!) out) -> ()", _run_unscaled_codes)

@@ -64,10 +64,8 @@ def choice(seconds: Mapping[int, float]) -> int:
 
 
 class Kept:
-    """The choice for one kernel on this machine: a file beside torch's compiled kernels.
-
-    `made_of` is what the kernel computes. Another compiler, torch or processor has choices of its own.
-    """
+    """The choice for one kernel on this machine: a file next to torch's compiled kernels. `made_of` is the kernel's
+    graph. Choices are separate for each compiler, torch and processor."""
 
     def __init__(self, made_of: str) -> None:
         from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
@@ -85,12 +83,13 @@ class Kept:
         return bits if bits in (NARROW, WIDE) else None
 
     def keep(self, bits: int, **facts: object) -> int:
-        """Stores a choice, and returns it, or the choice of another process that was first: all take the same.
+        """Stores a choice and returns it; returns the choice of an earlier process if there is one, so that all use the
+        same.
 
         Where nothing can be written, the next process measures again.
         """
         with contextlib.suppress(OSError, StoreError), lock_folder(self._path.parent):
-            # Another process may have measured meanwhile: all must run the same kernel.
+            # A concurrent process may have measured first: all must run the same kernel.
             first = self.read()
             if first is not None:
                 return first

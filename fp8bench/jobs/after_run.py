@@ -29,7 +29,7 @@ from fp8bench.store.runs.listing import store_of
 
 @dataclass(frozen=True)
 class Wanted:
-    """The outputs requested for a run in addition to its history. Without `pages` there is no report."""
+    """The outputs requested for a run in addition to its history. Without `pages` no report is written."""
 
     pages: Pages | None = None
     log: Sequence[LogTarget] = ()

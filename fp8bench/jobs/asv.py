@@ -38,7 +38,7 @@ def measured_by_asv(
     if not measured.points:
         reason = measured.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
-    # 2. Combine its points with those of the commit's other runs, or replace them if it is of another commit.
+    # 2. Combine its points with those of the commit's other runs, or replace them if its commit differs.
     commit = (find_commit(saved_as, root) if saved_as else None) or str(run.environment.get("commit"))
     mismatch = _why_other_commit(commit, run) if saved_as else ""
     points = _earlier_points(run, store, commit) if mismatch or not why_outside_history(run) else []

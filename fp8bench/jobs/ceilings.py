@@ -28,6 +28,7 @@ from fp8bench.model import (
     DeviceFacts,
     Group,
     Level,
+    Limit,
     Measurement,
     Plan,
     PlannedCase,
@@ -109,9 +110,11 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
     first = name == _ARRAYS
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
-    samples = Measurement(
+    rates = Measurement(
         specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
+    amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
+    times = Measurement(specs.CEILING_TIME, "s", tuple(amount / run for run in rate.runs))
     return Record(
         case,
         support,
@@ -119,7 +122,7 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
         Work(),
         first,
         detail=f"{shape_words(rate)}; {spread_words(rate)}",
-        measurements=(samples,),
+        measurements=(rates, times),
         ceiling=Ceiling(rates=(rate,), device=device.name),
     )
 
@@ -204,7 +207,7 @@ def quote_lines(quotes: Sequence[Quote]) -> Iterator[str]:
         yield from _lines_of(quote)
     devices = chain.from_iterable(quote.devices for quote in quotes)
     if any(device.published for device in devices):
-        yield "  published alone: fp8bench runs on no such device, and nothing of it was measured"
+        yield "  only published: fp8bench does not run on such a device, and has measured none"
 
 
 def is_wrong(quote: Quote) -> bool:
@@ -230,7 +233,7 @@ def _lines_of(quote: Quote) -> Iterator[str]:
 
 
 def _confusions(quote: Quote) -> Iterator[str]:
-    """Yields other meanings of the number: with sparsity, in another dtype, or of another device."""
+    """Yields alternative meanings of the number: with sparsity, or the figure of a different dtype or device."""
     for device in quote.devices:
         if quote.is_(quote.of(device, sparse=True)):
             yield f"that is what {device.name} does of operands with 2:4 structure, half of which are zeros"

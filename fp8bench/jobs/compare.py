@@ -63,7 +63,7 @@ def _choose_machine(
 ) -> tuple[Sequence[Run], Sequence[Run]]:
     """Returns the runs of one machine that both sides have: that of the newest such run of the new side.
 
-    Raises UsageError if there is none. If each side is of one machine, there is no ambiguity, and all runs count.
+    Raises UsageError without such a run. If each side has a single machine, all its runs count.
     """
     old_machines, new_machines = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
     if len(old_machines) == len(new_machines) == 1:

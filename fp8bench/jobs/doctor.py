@@ -1,4 +1,4 @@
-"""What this machine can do natively, emulated or not at all, and why; and the overhead of the harness here.
+"""Describes what this machine can do natively, emulated or not at all, and why; and the overhead of the harness here.
 
 Yields lines; the command line prints them.
 """

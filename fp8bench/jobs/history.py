@@ -108,7 +108,7 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
-    """Returns the store's acknowledgements, with interpreters named as they are in `changes`."""
+    """Returns the store's acknowledgements, naming interpreters like `changes` does."""
     loaded = load_acks(store)
     for trouble in loaded.troubles:
         observer.note(f"{acks_of(store)}: {trouble}")

@@ -49,8 +49,11 @@ class SparePart(NamedTuple):
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of stored result. `pattern` says where its files are in a store: in folders `<utc>-<...>-<id>`, all with
-    one name, or as files named like that. `refused` are options of `show` that it does not accept."""
+    """A kind of stored result.
+
+    `pattern` matches its files in a store: one name in folders `<utc>-<...>-<id>`, or files named like that; '' if no
+    file holds it. `refused` are options of `show` that it does not accept.
+    """
 
     name: ClassVar[str]
     holds: ClassVar[type]
@@ -59,7 +62,8 @@ class Kind(ABC, Generic[K]):
 
     def files(self, store: Path) -> list[Path]:
         """Returns the files, newest first."""
-        return [path for path in sorted(store.glob(self.pattern or "-"), reverse=True) if path.is_file()]
+        paths = store.glob(self.pattern) if self.pattern else ()
+        return [path for path in sorted(paths, reverse=True) if path.is_file()]
 
     def find(self, word: str, store: Path) -> Path | None:
         """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or
@@ -83,7 +87,8 @@ class Kind(ABC, Generic[K]):
         return name.rpartition("-")[2], name
 
     def join(self, words: Sequence[str], store: Path) -> K | None:
-        """Returns results side by side as one; None if some word is of another kind, or results stand alone."""
+        """Returns results side by side as one; None if some word means a different kind, or this kind shows results one
+        by one."""
         return None
 
     @abstractmethod

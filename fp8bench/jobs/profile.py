@@ -78,7 +78,7 @@ def coverage_of(maker: str) -> Coverage:
 def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
     """Profiles a model at hand, which the request names by its class.
 
-    Workers load it from a file. A model that cannot be sent is measured in this process, and the run says why.
+    Workers load it from a file. A model that cannot be sent is measured in this process, and the run notes why.
     """
     name = dict(request.axes)["make"][0]
     try:

@@ -34,7 +34,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class TopologyLine:
-    """A line of the file, commented out if `value` is None; `source` says where the value comes from."""
+    """A line of the file, commented out if `value` is None; `source` names the origin of the value."""
 
     name: str
     value: float | None
@@ -49,7 +49,7 @@ class TopologyLine:
 
 
 def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
-    """Writes the file and yields its lines. Raises UsageError if it exists or there are no GPUs."""
+    """Writes the file and yields its lines. Raises UsageError if it exists, or without GPUs."""
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
     answer = _query_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")

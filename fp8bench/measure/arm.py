@@ -1,4 +1,4 @@
-"""A case in the rounds: its state in the worker, or several alike, and the slots measured so far."""
+"""A case in the rounds: its state or states in the worker, and the slots measured up to now."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from fp8bench.registry import precisions, workloads
 
 @dataclass
 class Quantisers:
-    """How a run executes its quantisers. `why_eager` is '' as long as they are compiled.
+    """How a run executes its quantisers. `why_eager` is '' while they are compiled.
 
     An emulated cast is a dozen operations in a row, or one kernel that torch.compile makes of them: the same numbers
-    bit for bit, many times as fast. Compiling takes seconds, so it stays outside of everything timed. If compiling ends
-    a worker, `why_eager` is set for the rest of the run: the next worker would end alike.
+    bit for bit, and much faster. Compiling takes seconds, so it is never timed. If compiling ends a worker, `why_eager`
+    is set for the rest of the run, because it would end the next worker as well.
     """
 
     why_eager: str = ""
@@ -70,7 +70,7 @@ Tell = Callable[["MeasuredArm", str], None]
 
 @dataclass
 class MeasuredArm:
-    """One entry in the rounds: a state in the worker, or several alike, and its slots so far."""
+    """One entry in the rounds: its state or states in the worker, and its slots."""
 
     key: str
     planned: PlannedCase
@@ -104,14 +104,14 @@ class MeasuredArm:
 
     @property
     def queues(self) -> bool:
-        """Whether calls are enqueued on a device whose time is measured; an emulated case's time is no speed."""
+        """Whether calls are enqueued on a device whose time is measured: the time of an emulated case is no figure."""
         return self.facts.accelerated and not self.is_emulated
 
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
         """Builds the state, compiles its quantisers, then times a few steps to size the slots and cut the cells.
 
-        Those steps may ask for other quantisers than the untimed one did: a scale that is remembered instead of found.
-        Without `quantisers`, nothing is compiled and `why_eager` stays None.
+        Those steps may need other quantisers than the untimed step, which had no earlier scale. Without `quantisers`,
+        nothing is compiled and `why_eager` stays None.
         """
         # 1. Find static scales ahead of everything else: the state that is built next uses them.
         limit = self.limits.first(self.planned.work)
@@ -177,7 +177,8 @@ class MeasuredArm:
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
         first = worker.within(limit).slot(self.key, 1, 0, None)
         raw = first
-        if first.steps[0].seconds < LONG_SECONDS:
+        # An emulated step's time is only shown.
+        if first.steps[0].seconds < LONG_SECONDS and not self.is_emulated:
             limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
             filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
             raw = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
@@ -201,8 +202,8 @@ class MeasuredArm:
     def run(self, worker: Worker, round_number: int, place: int | None = None) -> None:
         """Runs one slot; `place` is its position within the round.
 
-        Where calls are discarded, one more is discarded at random: with a fixed slot length, whatever happens every so
-        many calls would always hit the discarded ones, or never.
+        Where calls are discarded, one more is discarded at random: with a fixed slot length, something that happens
+        every n calls would always hit discarded ones, or never.
         """
         draw = random.Random(f"{self.key} {round_number}")
         discard = self.discard and self.discard + draw.randrange(2)
@@ -225,14 +226,12 @@ class MeasuredArm:
         return workloads.get(self.planned.case.workload).part_ends
 
     def work_fields(self, worker: Worker) -> dict[str, Any]:
-        """The record's fields about the work of timed steps; a field is missing where the worker cannot tell.
-
-        One state is drawn at random, so that none can know that another one is checked.
-        """
+        """The record's fields about the work of timed steps; a field is missing where the worker has no answer. The
+        state is chosen at random, so that a step cannot know which one is checked."""
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
             return {}
-        # Sessions after the first have states of their own; a suite that cheats in one only is caught now and then.
+        # Later sessions have new states; a suite that cheats in one state alone is caught in some sessions.
         bench, key = worker.within(self.limits.numbers(work)), random.choice([self.key, *self.more_keys])
         late = LateSteps()
         with suppress(WorkerFault):
@@ -268,7 +267,7 @@ class MeasuredArm:
     def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
         """Keeps a slot as cells. If the marks of steps vary, this slot and all earlier ones are kept by phase."""
         assert self.segmentation is not None
-        # What ran in any slot marks the whole case: a reader must know of a single eager step.
+        # A single eager step marks the whole case: a reader must know of it.
         self.ran_eager |= raw.eager_quantisers > 0
         self.ran_fused |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
@@ -321,15 +320,15 @@ class MeasuredArm:
 def _rows(
     steps: Sequence[RawStep], cut: Callable[[Sequence[int], Sequence[int]], tuple[int, ...] | None]
 ) -> list[tuple[int, ...] | None]:
-    """Returns the cells of each step. One without marks has the proportions of the marked one before it."""
+    """Returns the cells of each step. A step without marks is divided like the last marked step before it."""
     rows: list[tuple[int, ...] | None] = []
-    marked: tuple[int, ...] | None = None
+    last_marked: tuple[int, ...] | None = None
     for step in steps:
-        if step.codes == _NO_MARKS and marked is not None:
-            rows.append(_proportional(sum(step.intervals_ns), marked))
+        if step.codes == _NO_MARKS and last_marked is not None:
+            rows.append(_proportional(sum(step.intervals_ns), last_marked))
         else:
-            marked = cut(step.codes, step.intervals_ns)
-            rows.append(marked)
+            last_marked = cut(step.codes, step.intervals_ns)
+            rows.append(last_marked)
     return rows
 
 

@@ -1,8 +1,8 @@
 """The largest batch that fits, case by case.
 
-The search assumes only that a larger batch needs more memory. Memory is nearly linear in the batch: two attempts say
-where the line meets the room there is, and that batch and its neighbour are tried next. Where it is not linear,
-doubling and halving end the search all the same.
+The search assumes only that a larger batch needs more memory. Memory is nearly linear in the batch: two attempts give
+the line that meets the free memory, and that batch and its neighbour are tried next. Where it is not linear, doubling
+and halving still end the search.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ _COARSEST = 1024
 # Odd numbers, so that a refusal of everything but multiples of two or more shows.
 _PROBES = (1, 3, 5, 7)
 
-# The same case with another batch, planned anew; None where its suite does not take that batch.
+# Plans the same case with a different batch; None where its suite refuses that batch.
 WithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
 
 
 class NoSearch(Exception):
-    """The reason why there is no answer."""
+    """The reason why the search failed."""
 
 
 @dataclass(frozen=True)

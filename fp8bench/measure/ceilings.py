@@ -19,7 +19,7 @@ _SEARCH = 0.4
 
 
 def ceiling_of(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling | None:
-    """The most that a case can do; None where nothing is known of its device.
+    """The most that a case can do; None where its device is unknown.
 
     Products of a narrow dtype may be computed in a wider one where that is faster (fp16's on a processor, say). An
     emulated case may multiply in any dtype.
@@ -42,7 +42,7 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     the next one begins, so that runs also show how the machine changes. A lost worker ends one rate only.
     """
     bench = worker.within(COMPILE_SECONDS)
-    # The first run searches shapes, so it has a share of the time of its own.
+    # The first run searches shapes, so it gets a separate share of the time.
     rates = list(bench.ceiling_rates(device))
     spent = [0.0] * len(rates)
     for run in range(1 + RUNS):

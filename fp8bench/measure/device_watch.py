@@ -35,7 +35,7 @@ class Settler:
     brisk: bool = False
 
     def settle(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
-        """None where the device tells neither clock nor temperature."""
+        """None where the device reports neither clock nor temperature."""
         start = self.clock()
         looks = [self._look(start)]
         if looks[0].clock is None and looks[0].temperature is None:

@@ -1,4 +1,4 @@
-"""What a run was made under: machine, system, Python, commit, load. torch's part comes from the worker."""
+"""Reads a run's conditions: machine, system, Python, commit, load. torch's part comes from the worker."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ def gather(
     *,
     folder: Path | None = None,
 ) -> Environment:
-    """Everything that may explain a number; None where the system does not say.
-
-    `imports` are the user's modules. `folder` lies in the repository whose commit is noted: the working directory, if
-    None.
-    """
+    """Everything that may explain a number; None where the system reports nothing. `imports` are the user's modules.
+    `folder` is in the repository whose commit is recorded; by default the working directory."""
     facts: dict[str, Scalar | None] = {
         "fp8bench": version,
         "machine": platform.node() or "unknown",
@@ -78,7 +75,7 @@ def _busy_cores() -> float | None:
 
 
 def _ticks() -> list[int]:
-    """What all cores did since the system's start, by kind; empty where the system does not count it."""
+    """Time of all cores by kind since the system's start; empty where the system does not count it."""
     words = (_read(_STAT) or "").partition("\n")[0].split()
     return [int(word) for word in words[1:9]]
 
@@ -111,7 +108,7 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     top = _git(folder, "rev-parse", "--show-toplevel")
     package = _PACKAGE if top is None else Path(top) / _PACKAGE.name
-    # In fp8bench's own repository other code may be running: that of another working tree, say.
+    # In fp8bench's own repository other code may be running, for example that of a second working tree.
     is_ours = (package / "__init__.py").is_file() and not package.samefile(_PACKAGE)
     differs = is_ours and _code(package) != _code(_PACKAGE)
     return {
@@ -130,8 +127,8 @@ def _why_no_commit(folder: Path) -> str | None:
         return None
     done = _run_git(folder, "rev-parse", "--is-inside-work-tree")
     if done.returncode == 0:
-        return "it has no commit yet" if done.stdout.strip() == "true" else "this is no working tree"
-    words = next(iter(done.stderr.splitlines()), "it does not say why").removeprefix("fatal: ")
+        return "it has no commit yet" if done.stdout.strip() == "true" else "this is not a working tree"
+    words = next(iter(done.stderr.splitlines()), "it gave no reason").removeprefix("fatal: ")
     return None if words.startswith("not a git repository") else words
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
@@ -25,22 +28,28 @@ from fp8bench.measure.rounds import Choose, Judge, ReplayPass, RoundSession
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, WindowRule
-from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, Record
+from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, PlannedCase, Record
 from fp8bench.model.stopping import Settling, StoppingRule
-from fp8bench.protocols import Observer
+from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import precisions, workloads
+
+# Two workers measure side by side if this many times the memory of one fits into the machine.
+_MOST_OF_MEMORY = 4
+# The same for the least memory of a small case: workers hold it several times, one of them in fp64.
+_MOST_OF_SMALL = 64
+_Answers = TypeVar("_Answers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a group is measured: when to stop, how long a request may take, and which passes run beside the timing.
+    """How a group is measured: when to stop, how long a request may take, and which untimed passes run.
 
     `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the wait.
     `lost` maps a device that no longer answers to the reason, and is shared by all groups. `tapes` and `shares` run in
-    a worker that times nothing, unless `tapes_apart` is false. `looks_again` checks steps once more after they were
-    timed, and measures whether their memory grows. A `brisk` group takes about 10 s on a GPU: what needs a profiler
-    is asked of the worker that times nothing, so that no worker has to start again, and `errors` of the run's cases
-    so far are not measured twice.
+    a worker that times nothing, unless `tapes_apart` is false. `looks_again` checks steps again after they were timed,
+    and measures whether their memory grows. A `brisk` group takes about 10 s on a GPU: what needs a profiler is asked
+    of the worker that times nothing, so that no worker has to start again, and `errors` of the run's cases so far are
+    not measured twice.
     """
 
     rule: StoppingRule
@@ -65,8 +74,11 @@ class Method:
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` does all of it. `_other` is the worker in which nothing is timed any
-    more."""
+    """The state of measuring one group; `run` does all of it.
+
+    `_other` is the worker in which nothing is timed any more; `_second` is one that waits while steps are timed. It
+    measures errors while the first worker prepares, and memory while that does other passes.
+    """
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -76,12 +88,15 @@ class GroupMeasurement:
     _meter: Meter | None = None
     _other: Worker | None = None
     _counting: CountingWorker | None = None
+    _second: Worker | None = None
 
     def __post_init__(self) -> None:
         # The order of rounds depends on the group, but not on its place in the run.
         self._seed = random.Random(f"{self._method.seed}:{self._group.setting}").getrandbits(32)
         self._start = time.monotonic()
         self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
+        # Numerical errors that are known before a case is asked for them, by `numbers_key`.
+        self._errors = self._method.errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
 
     def run(self) -> tuple[Record, ...]:
         """Measures, then runs the passes; returns records in the order of the plan."""
@@ -96,28 +111,15 @@ class GroupMeasurement:
         if self._other is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # whoever asks it first hears why
                 self._other.begin()  # nothing is timed any more
-        # 3. Errors come first: a case that fails there is not asked anything else.
         passes = Passes(self._worker, self._facts, self._method.limits, self._observer)
-        passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
-        reference = self._reference()
-        # A reference that failed leaves its candidates without a pair.
-        if reference is not led:
-            self._unpair()
-        if reference is not None:
-            passes.ask("statistics", [reference])
-        passes.ask("products", self._alive())
-        untimed = self._untimed_passes() or passes
-        untimed.effects(self._alive())
-        passes.transfers(self._alive())
-        passes.ask(
-            "coverage",
-            [
-                case_outcome
-                for case_outcome in self._alive()
-                if workloads.get(case_outcome.planned.case.workload).examined
-            ],
-        )
-        untimed.memory(self._alive(), self._meter, self._method.looks_again)
+        # 3. Ask everything else about each case, memory in the second worker if there is one.
+        with self._memory_by_second_worker() as measured:
+            self._ask_about_cases(passes, led, measured is None)
+        if measured is not None:
+            self._take_memory(passes, measured)
+        # 4. The second worker is free again; what follows may need as much memory as there is.
+        if self._other is self._second:
+            self._record_operators(passes)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
@@ -125,10 +127,7 @@ class GroupMeasurement:
         if self._counting is not None:
             counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
             counting.counters(self._alive(), self._counting.why)
-        # 5. Traces and operators come last: they run the most foreign code around a step.
-        if self._method.traces is not None:
-            passes.traces(self._alive(), self._method.traces)
-        self._record_operators(passes)
+        reference = self._reference()
         for case_outcome in self._alive():
             case_outcome.note(
                 ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
@@ -136,6 +135,31 @@ class GroupMeasurement:
         return tuple(
             case_outcome.record(case_outcome is reference, case_outcome.planned.skip) for case_outcome in self._outcomes
         )
+
+    def _ask_about_cases(self, passes: Passes, led: CaseOutcome | None, with_memory: bool) -> None:
+        """Asks the first worker, and the one that times nothing; `led` is the reference of the rounds."""
+        # 1. Errors come first: a case that fails there is not asked anything else.
+        untimed = self._untimed_passes() or passes
+        passes.errors(self._alive(), self._errors)
+        reference = self._reference()
+        # A reference that failed leaves its candidates without a pair.
+        if reference is not led:
+            self._unpair()
+        if reference is not None:
+            passes.ask("statistics", [reference])
+        # 2. Memory comes last of those that a profiler's remains may disturb.
+        passes.ask("products", self._alive())
+        untimed.effects(self._alive())
+        passes.transfers(self._alive())
+        examined = [outcome for outcome in self._alive() if workloads.get(outcome.planned.case.workload).examined]
+        passes.ask("coverage", examined)
+        if with_memory:
+            untimed.memory(self._alive(), self._meter, self._method.looks_again)
+        # 3. Traces and operators run the most foreign code around a step.
+        if self._method.traces is not None:
+            passes.traces(self._alive(), self._method.traces)
+        if self._other is not self._second:
+            self._record_operators(passes)
 
     def _record_operators(self, passes: Passes) -> None:
         """Records tapes and shares last: observing operators may leave a process slower."""
@@ -147,6 +171,85 @@ class GroupMeasurement:
             untimed.leave_gpus(self._alive())
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
+
+    @contextmanager
+    def _memory_by_second_worker(self) -> Iterator[dict[str, CaseOutcome] | None]:
+        """Measures memory in the second worker during the body; yields outcomes by case, complete at its end.
+
+        Yields None on a machine that cannot hold both workers easily: if memory runs out, the kernel may end either.
+        """
+        measured: dict[str, CaseOutcome] = {}
+        peak, least = self._worker.peak_bytes, min(facts.memory_bytes for facts in self._facts.values())
+        if self._second is None or peak is None or _MOST_OF_MEMORY * peak > least:
+            yield None
+            return
+        # A step that torch compiles would be compiled once more there.
+        waiting = [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds]
+        with self._asking_second_worker(partial(self._measure_memory, self._second), waiting, measured):
+            yield measured
+
+    @contextmanager
+    def _errors_by_second_worker(self) -> Iterator[None]:
+        """Measures errors in the second worker during the body, in which the first one prepares and times nothing.
+
+        Only of cases that are known to be small: nobody knows yet what the first worker will hold.
+        """
+        small = [CaseOutcome(outcome.planned) for outcome in self._alive() if self._is_small(outcome.planned)]
+        if self._second is None or self._errors or not small:
+            yield
+            return
+        passes = Passes(self._second, self._facts, self._method.limits, SilentObserver(), True)
+        with self._asking_second_worker(passes.errors, small, self._errors):
+            yield
+
+    def _is_small(self, planned: PlannedCase) -> bool:
+        least, static = planned.work.least_memory, planned.case.static
+        known = least > 0 and static is None and not planned.work.setup_seconds
+        return known and _MOST_OF_SMALL * least < self._facts[planned.case.device].memory_bytes
+
+    @contextmanager
+    def _asking_second_worker(
+        self, ask: Callable[[list[CaseOutcome], _Answers], object], waiting: list[CaseOutcome], answers: _Answers
+    ) -> Iterator[None]:
+        """Asks the second worker about the waiting cases during the body. If that raises, the request in progress and
+        the worker end."""
+        assert self._second is not None
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(ask, waiting, answers)
+            try:
+                yield
+            except BaseException:
+                waiting.clear()
+                self._second.restart()
+                raise
+            asking.result()
+
+    def _take_memory(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
+        """Notes what the second worker has measured; asks the first one about cases that it could not measure."""
+        missing = []
+        for outcome in self._alive():
+            if (other := measured.get(outcome.planned.case.id)) is None:
+                missing.append(outcome)
+            else:
+                outcome.take_memory(other)
+        passes.memory(missing, self._meter, self._method.looks_again)
+
+    def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], measured: dict[str, CaseOutcome]) -> None:
+        """Measures the memory of the waiting cases, with compiled quantisers if these were timed with them."""
+        passes = Passes(worker, self._facts, self._method.limits, SilentObserver(), True)
+        while waiting:
+            timed = waiting.pop(0)
+            case, timing = timed.planned.case, timed.draft.timing
+            try:
+                if timing is not None and timing.fused:
+                    arm = MeasuredArm(case.id, timed.planned, self._facts[case.device], self._method.limits)
+                    arm.prepare(worker, Quantisers())
+                    arm.release(worker)
+            except (WorkerError, CompilingFailed):
+                return  # the first worker has them
+            # Its own outcome, because the first worker's passes write into the other meanwhile.
+            measured[case.id] = CaseOutcome(timed.planned)
+            passes.memory([measured[case.id]], self._meter, self._method.looks_again)
 
     def _untimed_passes(self) -> Passes | None:
         """Returns the passes by the worker that times nothing, or None where the timing worker does them.
@@ -250,9 +353,10 @@ class GroupMeasurement:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
         method = self._method
-        session.prepare(
-            self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
-        )
+        with self._errors_by_second_worker():
+            session.prepare(
+                self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
+            )
         # 2. Time rounds until the rule ends them.
         watch = self._watch(session)
         after_slot = watch.look if watch else None
@@ -279,7 +383,7 @@ class GroupMeasurement:
             reference, control = leader.timing(), session.control.timing() if session.control else None
             if self._outcome_of(leader).draft.timing is None:
                 self._outcome_of(leader).note(**leader.record_fields(), control=control, stopped=stopped)
-            else:  # a session of its own: its reference samples belong to this comparison
+            else:  # a separate session: its reference samples belong to this comparison
                 pairing = {"paired_with": reference, "control": control}
         for arm in session.candidates:
             self._outcome_of(arm).note(**arm.record_fields(), stopped=stopped, paired=leader is not None, **pairing)
@@ -290,7 +394,7 @@ class GroupMeasurement:
         self._replay(session)
 
     def _check_work(self, session: RoundSession) -> None:
-        """Checks whether timed steps do the work that others do; an emulated case's time is no speed anyway."""
+        """Checks whether timed steps do the work that others do; the time of an emulated case is not a speed."""
         for arm in session.arms if self._method.tapes and self._method.looks_again else ():
             if arm is not session.control and not arm.is_emulated:
                 with guarding(arm):
@@ -305,7 +409,8 @@ class GroupMeasurement:
             self._outcome_of(arm).note(replays=replays[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
-        """Runs the reference until its device has settled. An emulated one is not warmed up: its time is no speed."""
+        """Runs the reference until its device has settled. An emulated reference is not warmed up, because its time is
+        not a speed."""
         if first.is_emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)

@@ -1,8 +1,6 @@
-"""The parent's side of a worker: typed requests, time limits, and errors for a worker that is gone.
-
-ProcessWorker runs the bench in a process of its own; LocalWorker runs it in this one (notebooks, --no-isolation), where
-a crash cannot be survived and a hang cannot be ended.
-"""
+"""The parent's side of a worker: typed requests, time limits, and errors for a worker that has ended. ProcessWorker
+runs the bench in a separate process; LocalWorker runs it in this one (notebooks, --no-isolation), where a crash cannot
+be survived and a hang cannot be ended."""
 
 from __future__ import annotations
 
@@ -14,28 +12,30 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from fp8bench.errors import ImportFailed, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import DeviceFacts, Scalar
+from fp8bench.model import DeviceFacts, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import LOWERING
-from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import describe_fault
+
+if TYPE_CHECKING:  # a parent of a worker process would import what only the worker needs
+    from fp8bench.worker.bench import Bench
+
+    # Calls of its methods become requests to the worker.
+    AskedBench = Bench
 
 START_SECONDS = 300.0
 BENCH_MODULE = "fp8bench.worker.main"
 RANK_MODULE = "fp8bench.worker.ranks.main"
 # Modules whose requests --case-timeout limits.
 TIMED_MODULES = (BENCH_MODULE, RANK_MODULE)
-# Calls of its methods become requests to the worker.
-AskedBench = Bench
 
 
 _claims: list[bool] = []
@@ -86,6 +86,15 @@ class Worker(ABC):
     def pid(self) -> int | None:
         return os.getpid()
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most memory that the process has held so far; None if unknown."""
+        with suppress(OSError):
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) << 10
+        return None
+
     def __enter__(self) -> Self:
         return self
 
@@ -93,7 +102,7 @@ class Worker(ABC):
         self.close()
 
     def within(self, seconds: float) -> AskedBench:
-        return cast(AskedBench, _Asked(self, seconds))
+        return cast("AskedBench", _Asked(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return self.within(START_SECONDS).probe()
@@ -126,14 +135,17 @@ class LocalWorker(Worker):
     variables are the caller's.
     """
 
-    def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] = Bench) -> None:
+    def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] | None = None) -> None:
         self._settings = settings
         self._opened = opened
         self._bench: Bench | None = None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        from fp8bench.worker.bench import Bench
+        from fp8bench.worker.faults import describe_fault
+
         if self._bench is None:
-            self._bench = self._opened(self._settings)  # what refuses this process is no fault of a worker's
+            self._bench = (self._opened or Bench)(self._settings)  # what refuses this process is no fault of a worker's
         try:
             return getattr(self._bench, name)(*arguments)
         except KeyboardInterrupt:
@@ -156,7 +168,7 @@ class ProcessWorker(Worker):
     """The bench in a child process that runs `module`, started on the first request."""
 
     def __init__(self, settings: Settings, python: str = sys.executable, module: str = BENCH_MODULE) -> None:
-        self._settings = settings
+        self.settings = settings
         self._python = python
         self._module = module
         self._process: WorkerProcess | None = None
@@ -194,13 +206,15 @@ class ProcessWorker(Worker):
                 ) from None
 
     def release(self, key: str) -> tuple[str, ...]:
-        # A worker that is gone holds nothing, and need not be started to say so.
+        # A worker that has ended holds nothing, and need not be started to answer this.
         return super().release(key) if self._process is not None else ()
 
     def close(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._is_open:
             process.close()
+        elif process is not None:
+            process.kill()  # it imports torch, and would only then see that nobody asks
 
     def restart(self) -> None:
         process, self._process = self._process, None
@@ -211,20 +225,20 @@ class ProcessWorker(Worker):
         return WorkerProcess(self._python, self._module, self._environment())
 
     def _begin(self, process: WorkerProcess) -> None:
-        self._exchange(process, START_SECONDS, "open", self._settings)
+        self._exchange(process, START_SECONDS, "open", self.settings)
 
     def _environment(self) -> dict[str, str]:
-        threads = str(self._settings.threads)
+        threads = str(self.settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        for name in LOWERING:  # with one set, a precision is not what its name says
+        for name in LOWERING:  # with one of them set, a precision is not what its name promises
             environment.pop(name, None)
-        # Its pool of compiling processes and threads would go on running beside what is timed.
+        # Its pool of compiling processes and threads would keep running during timing.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
-        # The number tells a late answer from the one that is waited for.
+        # The number distinguishes a late answer from the expected one.
         self._number += 1
         try:
             process.send((self._number, name, arguments))
@@ -259,6 +273,29 @@ class ProcessWorker(Worker):
         return reply[1]
 
 
+@contextmanager
+def workers_ahead(request: Request, second: bool) -> Iterator[tuple[ProcessWorker, ...]]:
+    """Yields workers that already import torch for a run: one that times and, with `second` and cores for it, another.
+
+    A run by ranks or in this process gets none. Their `settings` may still change.
+    """
+    count = 0
+    if request.isolation and request.ranks is None:
+        count = 2 if second and _has_cores_for_two(request) else 1
+    with ExitStack() as stack:
+        settings = Settings(request.threads, request.seed, request.imports)
+        workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(count)]
+        for worker in workers:
+            with suppress(WorkerLost):  # the first request reports the reason
+                worker.begin()
+        yield tuple(workers)
+
+
+def _has_cores_for_two(request: Request) -> bool:
+    """Whether each of two workers has its cores; nobody knows where the system does not say how many there are."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= 2 * request.threads
+
+
 def _split_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:
     match answer:
         case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
@@ -272,7 +309,7 @@ _SECONDS = 60.0
 
 
 class CountingWorker(ProcessWorker):
-    """A worker under the allocator probe; `why` says why there is no probe."""
+    """A worker under the allocator probe; `why` is the reason if the probe is missing."""
 
     def __init__(self, settings: Settings, probe: Path | None, reason: str = "") -> None:
         super().__init__(settings)
@@ -321,8 +358,8 @@ def built(folder: Path, system: str = sys.platform) -> Path | str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} made no probe of the allocator: {error}"
-    # The compiler's first error says most; the rest usually follows from it.
+    # The compiler's first error is the most useful; the rest usually follows from it.
     if done.returncode:
-        words = next((line for line in done.stderr.splitlines() if "error" in line), "it does not say why")
+        words = next((line for line in done.stderr.splitlines() if "error" in line), "it gave no reason")
         return f"{compiler} made no probe of the allocator: {words[:200]}"
     return probe

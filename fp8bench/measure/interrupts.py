@@ -1,6 +1,6 @@
 """When an interrupt may strike: Ctrl-C, and the signals by which schedulers and closing terminals end a process.
 
-Only the main thread can have handlers: in other threads (a notebook's, say) nothing here has an effect.
+Only the main thread can have handlers, so this module has no effect in other threads (such as a notebook's).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-# What `timeout`, service managers and CI send, and what a closing terminal sends.
+# Signals that `timeout`, service managers, CI and a closing terminal send.
 _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 

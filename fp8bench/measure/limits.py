@@ -22,8 +22,8 @@ class Limits:
     case_timeout: float | None = None
 
     def first(self, work: Work, further_steps: int = 0) -> float:
-        """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling.
-        `further_steps` get the time of their work, too."""
+        """Limit for preparing and for a first step: 60 s, or its work on a very slow device, and compiling.
+        `further_steps` add the time of their work."""
         slowest = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
         return self._or_case_timeout(max(HANG_SECONDS, slowest) + work.setup_seconds + further_steps * slowest)
 

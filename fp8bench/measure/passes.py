@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.measure.handle import AskedBench, Worker
+from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
@@ -37,9 +37,12 @@ from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.request import NVTX
 from fp8bench.model.specs import spec_of
-from fp8bench.protocols import Observer
+from fp8bench.protocols import CannotMark, Observer
 from fp8bench.protocols.axes import CACHE
 from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    from fp8bench.measure.handle import AskedBench
 
 OUT_OF_MEMORY = "out of memory, even alone"
 
@@ -82,11 +85,16 @@ class CaseOutcome:
     def fail(self, reason: str, cause: WorkerError) -> None:
         self.failure = reason
         failed = cause.rank if isinstance(cause.rank, FailedRank) else None
-        # Only a lost worker leaves no detail: a gate tells what a case has done from what was done to it.
+        # Only a lost worker leaves no detail: a gate distinguishes a case's fault from a fault of its surroundings.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def add_detail(self, reason: str) -> None:
         self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
+
+    def take_memory(self, other: CaseOutcome) -> None:
+        """Adds what another worker has measured of the same case's memory, or why it could not."""
+        self.note(memory=other.draft.memory, measurements=(*self.draft.measurements, *other.draft.measurements))
+        self.add_detail(other.draft.detail)
 
 
 def ran_out_of_memory(cause: WorkerError) -> bool:
@@ -101,7 +109,7 @@ _SUFFIX = ".pt.trace.json.gz"
 
 @dataclass(frozen=True)
 class TraceFolder:
-    """A folder for each case, as TensorBoard wants it; `stamp` tells runs in the same folder apart. With `marks_only`
+    """A folder for each case, as TensorBoard wants it; `stamp` distinguishes runs in the same folder. With `marks_only`
     no file is written: a profiler around this process records the marked slots."""
 
     path: Path
@@ -133,7 +141,7 @@ def _peaks(use: MemoryUse) -> Iterator[Measurement]:
         yield Measurement(specs.DEVICE_PEAK_MEMORY, "B", (size,), derived, description=_ON_DEVICE)
 
 
-# Method of the bench and field of the record -> what the observer shows meanwhile, what the detail calls the answer.
+# Method of the bench and field of the record -> the observer's words during it, the detail's word for its answer.
 QUESTIONS: Mapping[str, tuple[str, str]] = {
     "statistics": ("", "statistics of the data"),
     "products": ("looking at products", "look at its products"),
@@ -151,7 +159,7 @@ def numbers_key(case: Case) -> str:
 
 @dataclass(frozen=True)
 class Passes:
-    """Asks the worker about cases, and notes the answers in their outcomes, or why there is none.
+    """Asks the worker about cases, and stores the answers, or the reasons for missing ones, in their outcomes.
 
     A worker that `times_nothing` is not restarted for what a profiler leaves in its process.
     """
@@ -204,7 +212,7 @@ class Passes:
                     outcome.note(shares=shares)
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """What steps of several ranks send, and how far computing hides it; cases of one rank are skipped."""
+        """Finds what steps of several ranks send, and how far computing hides it; skips cases of one rank."""
         for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
             limit = self._limits.numbers(outcome.planned.work)
             with self._asking(outcome, "counting what is sent", "bytes on the wire") as (_, case, facts):
@@ -215,7 +223,7 @@ class Passes:
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
     def counters(self, outcomes: Sequence[CaseOutcome], unprobed: str) -> None:
-        """What steps ask of allocators; `unprobed` says why the worker has no allocator probe."""
+        """Counts allocations of steps; `unprobed` is the reason if the worker has no allocator probe."""
         for outcome in outcomes:
             with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
                 measurements, reasons = bench.counters(case, facts, unprobed)
@@ -266,7 +274,7 @@ class Passes:
         self.leave_gpus(outcomes)
 
     def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """Restarts the worker if any case was on a GPU, so that nothing of it is there while others are timed."""
+        """Restarts the worker if any case was on a GPU, so that it holds no memory there while others are timed."""
         if not self._times_nothing and any(
             self._facts[outcome.planned.case.device].accelerated for outcome in outcomes
         ):
@@ -294,9 +302,10 @@ class Passes:
             limit = self._limits.numbers(outcome.planned.work)
             yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
-            reason = f"no {lacking}: {cause}"
-            # A worker that only ran out of memory still holds its other states: it need not restart.
-            if ran_out_of_memory(cause):
+            refusal = f"{CannotMark.__name__}: "
+            reason = f"no {lacking}: {str(cause).removeprefix(refusal)}"
+            # A worker that refused, or only ran out of memory, still holds its other states: it need not restart.
+            if str(cause).startswith(refusal) or ran_out_of_memory(cause):
                 outcome.add_detail(reason)
                 return
             self._worker.restart()

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from fp8bench.model.codec import PlainUnpickler
 
-# A process that the worker left behind may hold its end of the socket: so its exit status is looked at, too.
+# A process that the worker left behind may hold its end of the socket: so its exit status is checked as well.
 _GLANCE_SECONDS = 0.5
 _POLITE_SECONDS = 2.0
 # A process that has closed its socket is about to end; on a loaded machine it waits for a core before it can.
@@ -28,14 +28,14 @@ _TELLING = ("what():", "Fatal Python error")
 
 
 class Unreadable(Exception):
-    """What the worker sent is no answer."""
+    """The worker sent something that is not an answer."""
 
 
 class WorkerProcess:
-    """The child process, the socket to it, the lifeline whose end tells it that we are gone, and its log."""
+    """The child process, the socket to it, the lifeline whose end shows it that we have ended, and its log."""
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
-        # Sockets carry requests; the pipe tells the child that its parent has ended, even if that was killed.
+        # Sockets carry requests; the pipe shows the child that its parent has ended, even by SIGKILL.
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HALF_WAY_SECONDS, 0))
         lifeline_read, self._lifeline = os.pipe()
@@ -49,7 +49,7 @@ class WorkerProcess:
                 stderr=self._log,
                 env=environment,
                 pass_fds=(theirs.fileno(), lifeline_read),
-                # A session of its own keeps the terminal's Ctrl+C from the child: the parent decides when it ends.
+                # A separate session keeps the terminal's Ctrl+C from the child: the parent decides when it ends.
                 start_new_session=True,
             )
         except BaseException:
@@ -129,11 +129,11 @@ def describe_exit(status: int) -> str:
 
 
 def last_words(log: IO[bytes]) -> str:
-    """The telling line of a vanished process's log, to continue a sentence; '' if it wrote nothing."""
+    """The most useful line of a vanished process's log, to continue a sentence; '' if the log is empty."""
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - 2000))
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    # C++ exceptions and faulthandler have telling lines; plain Python tracebacks end with one.
+    # C++ exceptions and faulthandler have lines with the cause; plain Python tracebacks end with it.
     telling = next((line for line in lines if line.lstrip().startswith(_TELLING)), lines[-1] if lines else "").strip()
     return f": {telling}" if telling else ""
 
@@ -142,5 +142,5 @@ def plain_value(received: bytes) -> Any:
     """Unpickles an answer. Raises Unreadable for anything but plain values: unpickling a tensor would import torch."""
     try:
         return PlainUnpickler(io.BytesIO(received)).load()
-    except Exception as error:  # bytes that are no pickle raise anything
+    except Exception as error:  # bytes that are not a pickle raise anything
         raise Unreadable(f"{type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
 """Rounds over the arms of a group, until the question is answered; and replays of their steps.
 
 A round runs every arm's slot once, in an order that is random and balanced. The reference is entered twice, with
-tensors of its own, so that every group carries its A/A control. An arm leaves when its question is answered; emulated
-arms get a few fixed rounds, since their time is no speed.
+separate tensors, so that every group carries its A/A control. An arm leaves when its question is answered; emulated
+arms get a few fixed rounds, since their time is not a speed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Orders(Generic[T]):
         self._left: list[list[int]] = []
 
     def next(self, arms: Sequence[T]) -> list[T]:
-        if not arms:  # all have failed, or none has a phase of its own
+        if not arms:  # all have failed, or no phase could be held
             return []
         if not self._left or self._arms != list(arms):
             self._arms = list(arms)
@@ -123,7 +123,7 @@ class RoundSession:
         clock: Callable[[], float] = time.monotonic,
         after: Callable[[MeasuredArm], None] | None = None,
     ) -> str:
-        """Runs rounds until every candidate is decided or the rule says stop; returns why it ended.
+        """Runs rounds until every candidate is decided or the rule ends them; returns why it ended.
 
         `after` is called with the arm after each slot.
         """
@@ -200,7 +200,7 @@ class RoundSession:
             return timed + emulated
         if undecided:
             return [arm for arm in timed if arm in (self.reference, self.control) or arm in undecided] + emulated
-        # Without a question (alone in memory, or beside an emulated reference) a native arm gets a fixed number.
+        # Without a question (alone in memory, or with an emulated reference) a native arm gets a fixed number.
         alone = not self._questions() and rounds < 2 * rule.least
         return (timed if alone else []) + emulated
 
@@ -253,11 +253,16 @@ class ReplayPass:
                     return {key: Replays(why=why or ended) for key, why in whys.items()}
         # A replay that computes something else must not be reported as fast.
         checked = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in able}
-        # A graph with marks is another one, and costs no figure of the one without if it fails.
+        # Marks need a second capture, whose failure costs phases alone.
+        failed = len(able) < len(arms)
         for arm in able:
             if checked[arm.key].timing is not None:
-                checked[arm.key] = replace(checked[arm.key], phases=self._phases(arm, worker))
-        if len(able) < len(arms):
+                try:
+                    checked[arm.key] = replace(checked[arm.key], phases=self._phases(arm, worker))
+                except WorkerError:
+                    failed = True
+                    break
+        if failed:
             worker.restart()  # nobody knows what a capture that failed leaves in a process
         return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
 
@@ -276,12 +281,9 @@ class ReplayPass:
 
     def _phases(self, arm: MeasuredArm, worker: Worker) -> tuple[tuple[str, float], ...]:
         """Returns the seconds by phase of a replay with marks; () where a device has none, or states rotate."""
-        if arm.cache == ROTATING:
-            return ()
-        try:
+        step = None
+        if arm.cache != ROTATING:
             step = worker.within(arm.limits.first(arm.planned.work)).replay_phases(arm.key)
-        except WorkerError:
-            return ()
         if step is None:
             return ()
         totals = zip(CELL_PHASES, by_phase_totals(step.codes, step.intervals_ns), strict=True)

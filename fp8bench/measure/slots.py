@@ -38,7 +38,7 @@ class SlotShape:
 
 
 def shape_of(step_seconds: float, host_seconds: float, cache: str, queues: bool) -> SlotShape:
-    """`host_seconds` is what the host takes to enqueue a step; `queues` says whether steps are enqueued at all."""
+    """`host_seconds` is what the host takes to enqueue a step; `queues`: whether steps are enqueued at all."""
     calls, discard = 1, 0
     if step_seconds < REPEAT_BELOW_SECONDS:
         calls, discard = max(2, round(SLOT_SECONDS / step_seconds)), 1

@@ -1,9 +1,7 @@
-"""Windows in which one case, or a phase of it, runs over and over, to measure energy and what speed it sustains.
-
-The states are those that were timed. Cases take turns in random order, so that a device that warms up warms up for all
-of them; before each window a case runs for a while, so that clocks and power are its own. Idle power is measured before
-and after, with the same states in memory.
-"""
+"""Windows in which one case, or a phase of it, runs over and over, to measure its energy and sustained speed. The
+states are those that were timed. Cases alternate in random order, so that a device that warms up warms up for all of
+them; before each window a case runs for a while, so that clocks and power are those of this case. Idle power is
+measured before and after, with the same states in memory."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ class WindowRule:
     """How many windows a case gets (an emulated one gets one: its energy is a cost), and how long each idle window is.
 
     With `turn_seconds` windows are turns: at least that long, and begun when the device has settled. Without `energy`
-    no energy is noted. With `phases` each phase has as many windows of its own. `brisk` windows take little more than a
-    second: two a case, the second ones in the opposite order, and a third where these differ; idle power once a run.
+    no energy is noted. With `phases` each phase has as many windows. `brisk` windows take little more than a second:
+    two a case, the second ones in the opposite order, and a third where these differ; idle power once a run.
     """
 
     windows: int = 3
@@ -72,8 +70,8 @@ class WindowRule:
 
 
 def window_rule_for(request: Request, groups: int) -> WindowRule | None:
-    """Returns the rule of a run of so many groups: fewer windows with --quick or --budget, because each takes more than
-    ten changes of the counter; None where no window is asked for."""
+    """Returns the rule of a run with that many groups: fewer windows with --quick or --budget, because each takes more
+    than ten changes of the counter; None without windows."""
     sustained = request.sustained
     if not request.energy and sustained is None:
         return None
@@ -95,7 +93,7 @@ def windows_of(group: Group, rule: WindowRule) -> int:
 
 @dataclass
 class WindowResult:
-    """What the windows of one arm, or of one of its phases, gave so far."""
+    """The results of an arm's windows, or of those of one of its phases."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -108,7 +106,7 @@ class WindowResult:
 
     @property
     def is_apart(self) -> bool:
-        """Whether two windows differ so far that a third one has to tell which is right."""
+        """Whether two windows differ by enough to need a third."""
         joules = [window.joules / window.steps for window in self.windows]
         return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _BRISK_APART) * min(joules)
 
@@ -223,7 +221,7 @@ class WindowPass:
             try:
                 window(arm, phase, worker, results[arm.key, phase])
             except WorkerError as cause:
-                # The states of all may be gone: the windows so far have to do.
+                # All states may have been lost: only the finished windows count.
                 worker.restart()
                 why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
                 for left, name in turns[place:]:

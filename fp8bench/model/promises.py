@@ -31,14 +31,16 @@ class Takes(StrEnum):
 
 # What each field of a signature says, for `fp8bench audit --help` and help(fp8bench.audited).
 SIGNATURE_WORDS = {
-    "kind": "product: a times b transposed; linear: x times a weight, with gradients; attention: of queries, keys and "
-    "values; model: a function that returns a converted model; default taken from @fp8bench.audited",
+    "kind": (
+        "product: f(a, b) returns a @ b.T; linear: x times a weight, with gradients; attention: of queries, keys "
+        "and values; model: a function that returns a converted model; default taken from @fp8bench.audited"
+    ),
     "precision": "the precision it promises, as in suite --dtypes: fp8, mxfp8, ...; row-wise scales of amax / 448 are "
     "fp8-rowwise:scale=exact, and powers of two fp8-rowwise",
-    "takes": "what a product is given: values, or codes with the scales that decode them; default values",
-    "second": "how a product's second operand lies: (N, K) or (K, N); default nk",
-    "multiple": "sizes that are no multiples of it may be refused; default 1",
-    "causal": "of attention: no place sees a later one",
+    "takes": "inputs of a product: values, or codes with the scales that decode them; default values",
+    "second": "layout of a product's second operand: (N, K) or (K, N); default nk",
+    "multiple": "the callable may refuse sizes that are not multiples of N; default 1",
+    "causal": "attention in which no token sees a later one",
 }
 
 

@@ -195,28 +195,32 @@ class Request:
     precision_map: tuple[tuple[str, str], ...] = option(
         (),
         _texts("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
-        "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
-        "of names (blocks.0); or a file with one on each line; the reference stays pure",
+        (
+            "layers with another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or the "
+            "beginning of names (blocks.0); or a file with one per line; the reference ignores it"
+        ),
         "LAYER=DTYPE,...",
         WHAT,
         parse="precision_map",
     )
     data: str | None = option(None, _TEXT, "text to train on; default Python's own sources", "FILE", WHAT)
-    quick: bool = option(False, _FLAG, "a few rounds, to see that it runs")
+    quick: bool = option(False, _FLAG, "smoke test: a few rounds")
     brisk: bool = option(
         False,
         _FLAG,
-        "about 10 s a group on a GPU that is lent by the minute: fewer rounds, two short energy windows a case, idle "
-        "power once a run; the default where --budget leaves less than 20 s a group",
+        (
+            "about 10 s a group, for a GPU rented by the minute: fewer rounds, two short energy windows a case, "
+            "idle power once; default if --budget leaves less than 20 s a group"
+        ),
     )
     budget: float | None = option(None, _SECONDS, "time for the whole run; default about 6 s a group", "SECONDS")
-    rounds: int | None = option(None, whole_number(1), "exactly so many rounds, no early stop", "N")
+    rounds: int | None = option(None, whole_number(1), "number of rounds, without early stop", "N")
     seed: int = option(0, whole_number(0), "for data, weights and order; default 0", "N")
     threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")
     imports: tuple[str, ...] = option(
         (),
         _NAMES,
-        "module or .py file that registers workloads, precisions or devices of your own",
+        "module or .py file that registers your workloads, precisions or devices",
         "MODULE",
         WHAT,
         called="import",
@@ -226,44 +230,44 @@ class Request:
     case_timeout: float | None = option(
         None,
         _SECONDS,
-        "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs",
+        "longest time to prepare a case or run one slot of it; default 60, more for large cases",
         "SECONDS",
     )
     grid: bool = option(
-        False, _FLAG, "the cases whose history is kept, as `asv run` measures them; --set has the last word", "", WHAT
+        False, _FLAG, "the cases of the history, as `asv run` measures them; --set overrides them", "", WHAT
     )
     trace: str | None = option(
         None,
         _TEXT,
-        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler. nsys, "
-        "ncu: run this under that profiler (--dry-run prints how); nvtx: mark a slot of each case for one",
+        (
+            "DIR: also record a few untimed steps of each case, as traces for Perfetto and TensorBoard. nsys, "
+            "ncu: run under that profiler (--dry-run prints the command); nvtx: mark a slot of each case"
+        ),
         "DIR|nvtx|nsys|ncu",
         parse="path",
     )
     static_scales: int | None = option(
         None,
         whole_number(1, 100_000),
-        "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed",
+        "fix each tensor's float32 scale from the data of N untimed steps",
         "N",
         WHAT,
     )
-    refresh_scales: int | None = option(
-        None, whole_number(1), "renew the scales from data in every M-th step", "M", WHAT
-    )
+    refresh_scales: int | None = option(None, whole_number(1), "renew these scales every M steps", "M", WHAT)
     saturation_bound: float | None = option(
         None,
         PERCENT,
-        "renew a tensor's scale from data whenever more than so many percent of its values would saturate",
+        "renew a tensor's scale whenever more than PERCENT of its values would saturate",
         "PERCENT",
         WHAT,
     )
     energy: bool = option(
-        True, _FLAG, "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
+        True, _FLAG, "skip energy; it is measured where the device has a counter, in windows of a second or more"
     )
     energy_of: str = option(
         STEP_ENERGY,
         Rule(f"one of {', '.join(ENERGY_OF)}", lambda value: value in ENERGY_OF),
-        "phases: also measure the joules of each phase of a step, in windows in which it is done by itself",
+        "phases: also measure the energy of each phase, in windows that repeat this phase alone",
         "OF",
         called="energy",
         choices=ENERGY_OF,
@@ -271,8 +275,8 @@ class Request:
     memory_limit: int | None = option(
         None,
         whole_number(ALL_MEMORY, _MOST_BYTES, f"{_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
-        f"also look for the largest batch that fits into so much memory, like 2GiB, or {ALL_MEMORY_WORD}: all that a "
-        "GPU has; per precision, by running it and the next one; and compare precisions at their own",
+        f"also find the largest batch of each precision in SIZE of memory, like 2GiB, or {ALL_MEMORY_WORD} (all of a "
+        "GPU), by running it and the next one; and compare precisions at their largest batches",
         "SIZE",
         called="max_batch",
         parse="memory",
@@ -280,40 +284,42 @@ class Request:
     backend: str = option(
         "auto",
         Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
-        "who multiplies in low precision: {backends} (default auto: torch where it can, else emulated); a dtype may "
-        "say so itself: fp8:backend=torchao",
+        "library for low-precision products: {backends} (default auto: torch where it can, else emulated); for one "
+        "dtype: fp8:backend=torchao",
         "NAME",
         WHAT,
     )
     sustained: float | None = option(
         None,
         number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
-        "also run each case for so many seconds at a time, once it has settled: the time that it sustains",
+        "also run each case for SECONDS without a break, after it has settled: its sustained time",
         "SECONDS",
     )
     tape: bool = option(
         False,
         _FLAG,
-        "with --quick, count the operators of compiled steps, too, take steps once more after their timing, and see "
-        "whether memory grows; without it, all of this is always done",
+        (
+            "with --quick: also count operators of compiled steps, repeat steps after timing, and check whether "
+            "memory grows; always done without --quick"
+        ),
     )
     shares: bool = option(
-        False, _FLAG, "also find what each kind of work and each module takes of a step, in an untimed pass"
+        False, _FLAG, "also measure the share of each module and each kind of work in a step, in an untimed pass"
     )
     counters: bool = option(
         False,
         _FLAG,
-        "also count what a step asks of its allocators, with the time that takes, and page faults; in an untimed pass",
+        "also count a step's allocations, their time, and its page faults, in an untimed pass",
     )
     ranks: int | None = option(
         None,
         whole_number(2, 1024),
-        "run each case in so many processes together, on a GPU each, or all on the CPU; the slowest rank's time counts",
+        "run each case in N processes together, each on its GPU or all on the CPU; the slowest rank's time counts",
         "N",
     )
 
     scales_from: str | None = option(
-        None, _TEXT, "scales from data that a run has kept, instead: its id, its file, or last", "RUN", WHAT
+        None, _TEXT, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT
     )
     # The scales of the run `scales_from`, once it was read.
     known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")

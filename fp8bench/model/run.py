@@ -29,12 +29,16 @@ MARKS_SHARE = 0.005
 
 @dataclass(frozen=True)
 class Overheads:
-    """The cost of measuring on this machine, in seconds; None where it could not be measured."""
+    """The cost of measuring on this machine, in seconds; None where it could not be measured.
+
+    `why_idle` is the reason if a GPU idles, and does not work, while its queue is filled; '' elsewhere.
+    """
 
     marker_on: float
     marker_off: float
     stamp: float
     event_pair: float | None = None
+    why_idle: str = ""
 
     @property
     def stamp_cost(self) -> float:

@@ -164,6 +164,10 @@ CEILING_RATE = _row(
     "ceiling_rate", "FLOP/s", "of the suite `ceilings`: the middle of several runs; or in B/s or launches/s",
     better=_UP, rank=_MAIN,
 )
+CEILING_TIME = _row(
+    "ceiling_time", "s", "of the suite `ceilings`: 1 GFLOP, 1 GB or one launch at that rate, which `compare` compares",
+    rank=_MAIN,
+)
 SHARE_OF_CEILING = _row(
     "share_of_ceiling", units.RATIO, "of a phase: the least time that its counted FLOPs, bytes or launches take by "
     "ceilings, over its best time", better=_UP, page="method.md#ceilings",

@@ -147,7 +147,7 @@ def _refuse_repetition(option: str, words: Sequence[str], reason: str = "") -> N
 
 
 def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
-    """Returns a case with another batch size; None where the axis or the suite does not accept it."""
+    """Returns a case with a different batch size; None where the axis or the suite does not accept it."""
     case, workload = planned.case, workloads.get(planned.case.workload)
     with answering(workload):
         axes = axes_of(workload, facts)

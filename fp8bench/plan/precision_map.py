@@ -128,7 +128,7 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
             modes = modes_of(workloads.get(planned.case.workload), planned.case)
             scalings[planned.case] = {precisions.get(mode).tensor_scale for mode in modes}
 
-    # 2. Check that some case takes them, and that scales of another run fit the layers here.
+    # 2. Check that some case takes them, and that scales from an earlier run fit the layers here.
     scaled = {case for case, kinds in scalings.items() if kinds - {TensorScale.NONE}}
     if not scaled:
         names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]

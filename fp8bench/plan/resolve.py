@@ -20,16 +20,15 @@ from fp8bench.user_code import import_user_modules
 CEILINGS_VARIABLE = "FP8BENCH_CEILINGS"
 TAPE_VARIABLE = "FP8BENCH_TAPE"
 WARM_UP_VARIABLE = "FP8BENCH_WARM_UP"
+SECOND_VARIABLE = "FP8BENCH_SECOND_WORKER"
 WARM_UP_SECONDS, WARM_UP_SECONDS_HURRIED = 30.0, 5.0
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What a run does by default.
-
-    `why_eager` says why quantisers are not compiled; '' if they are. `ceilings` measures peaks that are not known yet.
-    `warm_up_seconds` limits the time that a device gets to settle. `tapes` records operators; with `tapes_apart` a
-    separate worker does, which takes seconds to start.
+    """Settings of a run from environment variables. `why_eager` is the reason for not compiling quantisers, or ''.
+    `ceilings` measures peaks that are not known yet. `warm_up_seconds` limits the time that a device gets to settle.
+    `tapes` records operators; with `tapes_apart` a separate worker does, which takes seconds to start.
     """
 
     why_eager: str
@@ -37,6 +36,7 @@ class Switches:
     warm_up_seconds: float
     tapes: bool
     tapes_apart: bool
+    second: bool
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,5 @@ def switches_of(
         warm_up_seconds=warm_up_seconds if warms_up else 0.0,
         tapes=tape or tapes,
         tapes_apart=tape or not quick,
+        second=is_on(SECOND_VARIABLE, environ, "on", "off", "to measure with one worker"),
     )

@@ -48,7 +48,7 @@ def export_trace(profile: Any) -> dict[str, Any]:
         # Names of operators are foreign text: a wrong byte must not cost the trace.
         read = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
     if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
-        raise RuntimeError("torch's profiler wrote something that is no trace")
+        raise RuntimeError("torch's profiler wrote a file that is not a trace")
     return read
 
 

@@ -1,6 +1,6 @@
 """Follows every allocation and release of one device, to the byte, as torch's allocators report them to its profiler.
 
-Of a stretch of such events it tells the peak, and what is held there.
+For a series of events it returns the peak, and the allocations held at it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Said:
-    """What is held at these addresses has this role."""
+    """Assigns a role to the allocations at these addresses."""
 
     addresses: tuple[int, ...]
     role: MemoryRole
@@ -76,8 +76,8 @@ class _HeldStretch:
 
 
 class _Stretch:
-    """Reads events one by one. Addresses tell what belongs together: the release of something allocated earlier does
-    not count, and an allocation at an address that is held means that its release went unheard."""
+    """Reads events one by one. Addresses connect them: the release of something allocated earlier does not count, and
+    an allocation at an address that is held means that its release went unheard."""
 
     def __init__(self) -> None:
         self.blocks: list[_HeldStretch] = []
@@ -172,17 +172,17 @@ class _DeviceCount:
         self._begun = False
 
     def read(self, event: Event) -> None:
-        # Events come in the order of the device's stream, so that the state after each one is what lay there.
+        # Events come in the order of the device's stream, so that the state after each is the device's.
         match event:
             case Sized():
                 self._change(event)
             case Begun():
                 self._begun = True
-            # What was released while nobody listened is known from the addresses that are left.
+            # Blocks whose release was not observed are missing from the allocator's addresses.
             case Live():
                 for address in self._held.keys() - event.addresses:
                     self._let_go(self._held.pop(address))
-            # Memory of an emulation is none that the device would need: it is counted aside.
+            # A device would not need an emulation's memory: it is counted separately.
             case Emulating():
                 self._aside, self.noted = {}, True
             case EmulationEnd():
@@ -196,7 +196,7 @@ class _DeviceCount:
             case Lifted():
                 if event.key in self._laid:
                     self._let_go(self._laid.pop(event.key))
-        if self._begun and self._aside is None:  # within an emulation there is no peak of a device
+        if self._begun and self._aside is None:  # an emulation's memory is not part of a device's peak
             self.peak = max(self._now, self.peak or 0)
 
     def _change(self, change: Sized) -> None:
@@ -306,7 +306,7 @@ class AllocationStream:
             pass
 
     def stop(self) -> list[Event] | None:
-        """Stops listening and returns the events in order; None if there are none to be had. Safe after exceptions."""
+        """Stops listening and returns the events in order; None if nothing was recorded. Safe after exceptions."""
         profiler, self._profile = self._profile, None
         if profiler is None:
             return None
@@ -343,8 +343,8 @@ def _changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int
             nodes += 1
             node = nodes
         elif node:
-            # A forward operation of a block that is recomputed within backward gets a number for a backward pass of its
-            # own; the function of a node itself has the number of its forward.
+            # A forward operation of a block that is recomputed within backward gets the number of a separate backward
+            # pass; the function of a node itself has the number of its forward.
             fields = event.extra_fields
             scope = getattr(getattr(fields, "scope", None), "name", "")
             if scope == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:

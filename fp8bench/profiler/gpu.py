@@ -76,7 +76,7 @@ class CapturedStamper(EventStamper):
 
 
 _END = Begun("the end")
-_UNHEARD = "torch's profiler told of no single allocation"
+_UNHEARD = "torch's profiler reported no allocation"
 
 
 class Backward:

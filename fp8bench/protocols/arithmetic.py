@@ -120,7 +120,7 @@ class Arithmetic(ABC):
     part_rows: int = 32
 
     def layer(self, name: str) -> Arithmetic:
-        """The arithmetic of one layer: an instance of its own where it remembers what it cast (scales, seeds)."""
+        """The arithmetic of one layer: a separate instance if it has state between casts (scales, seeds)."""
         return self
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:

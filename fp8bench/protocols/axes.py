@@ -73,7 +73,7 @@ class Option:
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
-            # int() raises a text about literals, which says nothing to somebody who typed an option.
+            # The message of int() is about literals, which does not help users of an option.
             value = int(text)
         except ValueError:
             raise ValueError("expected a whole number") from None

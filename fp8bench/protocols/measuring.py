@@ -1,4 +1,4 @@
-"""What measuring works with: kinds of devices, the markers of a step's phases, and the observer of a run."""
+"""Interfaces of measuring: kinds of devices, the markers of a step's phases, and the observer of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stamper(ABC):
         """Nanoseconds between neighbouring stamps; waits for the device if it must."""
 
     def recycle(self) -> None:
-        """Declares that stamps taken so far will not be read any more."""
+        """Declares that no stamp taken until now will be read again."""
 
 
 class MemoryMeter(ABC):
@@ -100,6 +100,10 @@ class Device(ABC):
         """Keeps the device busy for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as
         the device can. Does nothing where work is not enqueued."""
 
+    def why_idle(self, index: int) -> str:
+        """Returns why `occupy` has let the device idle instead of work, '' where it has not."""
+        return ""
+
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         """Returns a function that repeats a step's device work in one launch on the current stream.
 
@@ -127,11 +131,11 @@ class Device(ABC):
         return None
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
-        """Counts of torch's allocator for that device, by its own names; None where there are none."""
+        """Returns counts of torch's allocator for that device, by its names; None without an allocator."""
         return None
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
-        """A memory meter for one device, or why there is none."""
+        """A memory meter for one device, or the reason why the device has no meter."""
         return f"the memory of {self.kind} devices cannot be counted"
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:

@@ -159,7 +159,7 @@ class Backend(ABC):
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """'2.13.0+cpu' as (2, 13, 0), up to the first word that is no number."""
+    """Returns (2, 13, 0) for '2.13.0+cpu', up to the first word that is not a number."""
     numbers = []
     for word in version.partition("+")[0].split("."):
         if not word.isdigit():

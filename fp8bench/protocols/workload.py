@@ -1,4 +1,4 @@
-"""What a workload is, what it is given, and which of its layers a precision map addresses."""
+"""Interfaces of workloads: what they provide, what they get, and the layers that a precision map addresses."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Setup:
         return dict(self.case.params)
 
     def layer(self, layer: Layer) -> Arithmetic:
-        """The arithmetic of one layer: an instance of its own where it remembers something."""
+        """The arithmetic of one layer: a separate instance if it has state."""
         key = key_of(layer, self.layers)
         chosen = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
         arithmetic = chosen.layer(layer.name)
@@ -215,7 +215,7 @@ class Workload(ABC):
 
     @abstractmethod
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """What one step does, by count."""
+        """The work of one step, counted."""
 
     @abstractmethod
     def prepare(self, setup: Setup) -> Any:
@@ -281,7 +281,7 @@ class Workload(ABC):
         return ""
 
     def error_refused(self, params: Mapping[str, Scalar]) -> str:
-        """Why there are no numerical errors with these parameters; '' where there are some."""
+        """Returns why these parameters have no numerical errors; '' if they have."""
         return ""
 
     def error(self, setup: Setup) -> Mapping[str, float]:

@@ -6,7 +6,7 @@ Speed is the inverse of the time ratio: 2x is twice as fast. An emulated case ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 
 from fp8bench import units
@@ -79,7 +79,7 @@ def tone_of(result: Result) -> Tone:
 
 def speed_up(result: Result) -> Interval | None:
     """Returns how many times as fast as its reference a case is, with an interval; None if it has no speed."""
-    if standing(result) not in (Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE):
+    if standing(result) not in (*FACTS.values(), Standing.DOUBTED, Standing.UNSURE):
         return None
     return inverse(result.finding.ratio if result.finding else None)
 
@@ -92,14 +92,14 @@ def inverse(ratio: Interval | None) -> Interval | None:
 
 
 def show_speed(speed: Interval | None) -> str:
-    """'1.62x [1.60, 1.64]'; '' for None."""
+    """Returns '1.62x [1.60, 1.64]'; '' for None."""
     if speed:
         return f"{units.speed_up(speed.point)} {bounds(speed)}"
     return ""
 
 
 def bounds(speed: Interval) -> str:
-    """'[1.60, 1.64]', '(1.5 to 1.7)' for the range of few rounds, or '[no interval]'."""
+    """Returns '[1.60, 1.64]', '(1.5 to 1.7)' for the range of few rounds, or '[no interval]'."""
     # Too few rounds have no interval, and some not even a range.
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return "[no interval]"
@@ -110,9 +110,9 @@ def bounds(speed: Interval) -> str:
     return f"({low} to {high})"
 
 
-def what_intervals_hold(results: Iterable[Result]) -> str:
-    """Describes what intervals cover: '99% of these rounds', '99% of reruns, judged by 12 earlier runs, spanning 3
-    sessions'; '' without intervals."""
+def describe_intervals(results: Iterable[Result]) -> str:
+    """Returns what the intervals of some cases are: 'the 99% interval of this run', 'the 99% interval of any run, from
+    12 earlier runs, over 3 sessions'; '' without intervals."""
     runs = []
     sessions = []
     of_rounds = False
@@ -129,15 +129,13 @@ def what_intervals_hold(results: Iterable[Result]) -> str:
         if record.sessions:
             sessions.append(1 + len(record.sessions))
     words = join_parts(
-        f"99% of reruns, judged by {_range(runs)} earlier runs" if runs else "",
-        "99% of these rounds" if of_rounds else "",
-        by=" or ",
+        f"of any run, from {units.span(runs, '{:.0f}'.format)} earlier runs" if runs else "",
+        "of this run" if of_rounds else "",
+        by=", else ",
     )
-    return join_parts(words, f"spanning {_range(sessions)} sessions" if sessions else "")
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return " to ".join(dict.fromkeys((units.whole(min(numbers)), units.whole(max(numbers)))))
+    if words:
+        words = f"the 99% interval {words}"
+    return join_parts(words, f"over {units.span(sessions, '{:.0f}'.format)} sessions" if sessions else "")
 
 
 def status_words(result: Result) -> str:
@@ -162,15 +160,14 @@ def status_words(result: Result) -> str:
 
 def doubts(result: Result) -> tuple[str, ...]:
     """Returns labels with their meanings, then the reason for the verdict."""
-    words = [meaning(label, result) for label in result.labels if label.casts_doubt]
+    words = []
+    for label in result.labels:
+        if label.casts_doubt:
+            reason = result.reason(label)
+            words.append(f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}")
     if result.finding and result.finding.why:
         words.append(result.finding.why)
     return tuple(words)
-
-
-def meaning(label: Label, result: Result) -> str:
-    reason = result.reason(label)
-    return f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}"
 
 
 def named_labels(result: Result) -> list[str]:

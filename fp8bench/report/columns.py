@@ -8,31 +8,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from fp8bench import units
 from fp8bench.model.specs import METRICS, MetricSpec
 from fp8bench.report.elements import Column, Field, Table, Tables, Tone
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup
+from fp8bench.report.panels import Cases, Panel
 from fp8bench.report.words.naming import figure_words
 
 T = TypeVar("T")
 # A number is formatted by the column's `show` or unit, and sorts by its value; None is a dash.
 Content = Field | str | float | None
-Member = tuple[ResultGroup, Result]
 # Tables that also have other columns.
 TABLES = ("cases", "sustained", "energy", "capacity")
 
 
 @dataclass(frozen=True)
 class Col(Generic[T]):
-    """A column: `of` gives an item's field, `tone` its tone; the column is left out unless `when`.
+    """A column: `of` is an attribute of the items, as 'case.mode', or a function of one; `tone` gives its tone.
 
-    A column with a unit or with `show` also has numbers.
+    The column is left out unless `when`. One with a unit or with `show` has numbers.
     """
 
     heading: str
-    of: Callable[[T], Content]
+    of: str | Callable[[T], Content]
     number: bool = False
     show: Callable[[Any], str] | None = None
     unit: str = ""
@@ -48,17 +48,20 @@ class Col(Generic[T]):
         return Column(self.heading, is_number, self.hint, self.unit, self.shared, self.below)
 
     def field(self, item: T) -> Field:
-        content = self.of(item)
+        content: Content = attrgetter(self.of)(item) if isinstance(self.of, str) else self.of(item)
         if isinstance(content, Field):
             return content
+        if content is None:
+            return Field(units.NONE)
         tone = self.tone(item) if self.tone is not None else Tone.PLAIN
         if isinstance(content, str):
             return Field(content, tone=tone)
-        if content is None:
-            return Field(units.NONE, tone=tone)
         # NaN has a text and no value: nothing sorts by it.
         text = self.show(content) if self.show else units.describe(content, self.unit)
         return Field(text, None if math.isnan(content) else content, tone)
+
+
+Cols = list[Col[T]]
 
 
 def table(
@@ -89,25 +92,24 @@ def table(
     return Table(name, caption, tuple(columns), rows, main, folded)
 
 
-def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
-    """Returns the columns group and case, for rows that begin with a group and its result."""
-    return Col(heading, lambda row: row[0].place, shared=True), Col("case", lambda row: row[1].mode)
+def case_cols(heading: str = "group", path: str = "case.") -> tuple[Col[Any], Col[Any]]:
+    """Returns the columns group and case; `path` leads from a row to its case."""
+    return Col(heading, f"{path}place", shared=True), Col("case", f"{path}mode")
 
 
-def with_figures(table: Table, members: Iterable[Member]) -> Table:
+def with_figures(table: Table, cases: Cases) -> Table:
     """Adds to a table of these cases, one per row, the figures whose specs name it, if any case has them."""
     # A new metric needs no change here: its row in specs names the table.
     specs = in_table(table.name)
     if not specs:
         return table
-    figures = [Figures(*member) for member in members]
     columns = list(table.columns)
     rows = [list(row) for row in table.rows]
     for spec in specs:
-        metrics = [figures_of_case[spec] for figures_of_case in figures]
+        metrics = [case.figures[spec] for case in cases]
         if all(metric.value is None for metric in metrics):
             continue
-        columns.append(figure_col(spec, lambda _: None).column)
+        columns.append(figure_col(spec, "").column)
         for row, metric in zip(rows, metrics, strict=True):
             row.append(Field(metric.shown, metric.value))
     return replace(table, columns=tuple(columns), rows=tuple(map(tuple, rows)))
@@ -117,8 +119,8 @@ def in_table(name: str) -> list[MetricSpec]:
     return [spec for spec in METRICS.values() if spec.table == name]
 
 
-def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
-    return Col(figure_words(spec), of, number=True, unit=spec.unit, hint=spec.description)
+def figure_col(spec: MetricSpec, of: str | Callable[[T], Content], tone: Callable[[T], Tone] | None = None) -> Col[T]:
+    return Col(figure_words(spec), of, show=spec.to_text, unit=spec.unit, tone=tone, hint=spec.description)
 
 
 def other_tables(panel: Panel) -> Tables:
@@ -128,7 +130,7 @@ def other_tables(panel: Panel) -> Tables:
     for name in names:
         if name in ("", *TABLES):
             continue
-        cases = table(name, figure_words(name), case_cols(), panel.members)
+        cases = table(name, figure_words(name), case_cols(path=""), panel.members)
         extended = with_figures(cases, panel.members)
         if len(extended.columns) > len(cases.columns):
             yield extended

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import repeat
-from operator import contains
 from typing import Any
 
 from fp8bench import units
@@ -17,7 +15,7 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
 from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Elements, Items, Page, Part, Text, Texts, Tone
 from fp8bench.report.terminal.layout import list_of
@@ -35,17 +33,17 @@ TIMES = frozenset({"time", "relative_time"})
 # The CSV has all of them.
 _MOST_CASES = 20
 _HOW_CHANGE = (
-    "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
-    f"{units.percent(FINAL_LEVEL, 0)} interval, with the spread between runs in it"
+    "change: of the figure from A to B; less is better everywhere; [low, high]: "
+    f"{units.percent(FINAL_LEVEL, 0)} interval, which includes the spread between runs"
 )
 _HOW_TIME = (
-    "time: the best case of a step, by as many rounds on both sides; relative_time: over the reference's time in the "
-    "same rounds, so that it does not tell how fast the machine was"
+    "time: the best case of a step, from equally many rounds on both sides; relative_time: the same over the "
+    "reference's time in the same rounds, so the speed of the machine does not matter"
 )
 _HOW_VERDICT = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
     f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
-    f"+-{units.percent(SAME, 0)}, else cannot tell; differs where the sides were measured under other conditions"
+    f"+-{units.percent(SAME, 0)}, else cannot tell; differs if the sides were measured under different conditions"
 )
 COLUMNS = (
     "case",
@@ -72,7 +70,7 @@ def value(comparison: Comparison, number: float | None) -> str:
 
 
 def show_change(interval: Interval | None) -> str:
-    """'+4.3% [+2.1%, +6.6%]', the change of the figure; without the interval if that is a point."""
+    """Returns the change of a figure as '+4.3% [+2.1%, +6.6%]'; without the interval if that is a point."""
     if interval is None:
         return units.NONE
     if interval.low == interval.high:
@@ -121,7 +119,11 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 def page_of(compared: Compared, everything: bool = False) -> Page:
     comparisons = compared.comparisons
     # 1. Show the counts, why times are not judged, and a row for each figure that may matter.
-    shown = [comparison for comparison in comparisons if everything or _is_worth_a_row(comparison)]
+    shown = [
+        comparison
+        for comparison in comparisons
+        if everything or comparison.metric in TIMES or comparison.direction is not Direction.SAME
+    ]
     counts = count_directions(comparisons)
     if len(shown) < len(comparisons):
         hidden = len(comparisons) - len(shown)
@@ -130,7 +132,7 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     if shown:
         elements += _table(shown)
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(elements))]
-    # 2. What is unsure, or exists only on one side.
+    # 2. List uncertain figures, and those of one side only.
     unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure if comparison.why)
     lists = {
@@ -151,18 +153,14 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     return Page("B against A", "", tuple(parts), legend, facts)
 
 
-def _is_worth_a_row(comparison: Comparison) -> bool:
-    return comparison.metric in TIMES or comparison.direction is not Direction.SAME
-
-
 def _differing(compared: Compared) -> Texts:
     """Returns why times are not judged, with the range of the ratios."""
     differing = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
     ratios = [comparison.ratio.point for comparison in differing if comparison.metric == TIME and comparison.ratio]
     if differing:
         span = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
-        words = f"times differ, which is no regression{span}. Other conditions: {compared.conditions}. "
-        yield Text(f"{words}Measure both sides alike, or duel.", Tone.STRONG)
+        words = f"times differ, which is not a regression{span}. Different conditions: {compared.conditions}. "
+        yield Text(f"{words}Measure both sides under the same conditions, or use `fp8bench duel`.", Tone.STRONG)
 
 
 def side_words(side: Side) -> str:
@@ -186,14 +184,14 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
     lines = (f"{fact.name}: {fact.before:.60} -> {fact.after:.60}" for fact in compared.differing)
-    return "what differs between the sides, beside the commit", (Items(tuple(map(Text, lines))),)
+    return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
 
 
 def _table(comparisons: Sequence[Comparison]) -> Elements:
-    """Makes a row for each figure; labels that all times share are listed once."""
+    """Yields a row for each figure; labels that all times share are listed once."""
     # A label of all times describes the machine, not a case.
     labels = [times.labels for times in comparisons if times.metric in TIMES and times.ratio is not None]
-    shared = [label for label in labels[0] if all(map(contains, labels, repeat(label)))] if labels else []
+    shared = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
     if shared:
         yield Text(f"all times: {', '.join(shared)}")
 
@@ -204,14 +202,12 @@ def _table(comparisons: Sequence[Comparison]) -> Elements:
 
     def reason(comparison: Comparison) -> str:
         has_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
-        if has_reason:
-            return comparison.why
-        return ""
+        return comparison.why if has_reason else ""
 
     def other_labels(comparison: Comparison) -> str | None:
         return ", ".join(label for label in comparison.labels if label not in shared) or None
 
-    cols: list[Col[Comparison]] = [
+    cols: Cols[Comparison] = [
         Col("setting", lambda comparison: setting_of(comparison.case)[0], shared=True),
         Col("figure", lambda comparison: f"{setting_of(comparison.case)[1]} {comparison.metric}"),
         Col("A", lambda comparison: value(comparison, comparison.before), number=True),

@@ -1,4 +1,4 @@
-"""The elements of a page: values that say what is shown, not how.
+"""The elements of a page: its content without its layout.
 
 A section builds elements; a renderer turns them into HTML, Markdown or text. Every chart carries its numbers, so that
 renderers and readers can get them as a table.
@@ -79,7 +79,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a table: its text, its sort value if that differs, and a hint.
+    """A field of a table: its text, and its sort value if that differs.
 
     On a page the text is a `link` to a file in the same folder.
     """
@@ -87,7 +87,6 @@ class Field:
     text: str
     value: float | None = None
     tone: Tone = Tone.PLAIN
-    hint: str = ""
     link: str = ""
 
 
@@ -110,8 +109,8 @@ class Table:
 class Mark:
     """One value of a chart, with its interval and a hint for hovering.
 
-    `flag` describes an event: a chart of lines writes it beside the mark. `samples` are the individual values behind
-    the mark: bars show each as a stroke below them.
+    A chart of lines writes the `flag`, an event, next to the mark; one of bars draws each of the `samples` as a stroke
+    below the bar.
     """
 
     label: str
@@ -133,7 +132,6 @@ class ChartAxis:
 
     title: str
     unit: str = ""
-    log: bool = False
     show: Callable[[float], str] | None = None
 
 
@@ -160,8 +158,7 @@ class Bars(Chart):
 class ChartPoint:
     """A point of a scatter chart; without x it is in a margin. `series` chooses shape and colour.
 
-    In a joined series each `strand` is a separate line. `low` and `high` are the interval of y, `x_low` and `x_high`
-    that of x.
+    `x_low` and `x_high` are the interval of x.
     """
 
     series: str
@@ -170,22 +167,18 @@ class ChartPoint:
     y: float
     tone: Tone = Tone.PLAIN
     hint: str = ""
-    strand: str = ""
-    low: float | None = None
-    high: float | None = None
     x_low: float | None = None
     x_high: float | None = None
 
 
 @dataclass(frozen=True)
 class Scatter(Chart):
-    """Points over two axes; `margin` describes points without x, `joined` are series with lines."""
+    """Points over a linear axis and a logarithmic one, y; `margin` describes points without x."""
 
     x: ChartAxis
     y: ChartAxis
     points: tuple[ChartPoint, ...]
     margin: str = ""
-    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,7 +230,7 @@ Sentences = Iterator[str]
 
 
 def items_of(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Items]:
-    """Yields a list of these sentences; nothing if there are none."""
+    """Yields a list of these sentences, or nothing."""
     texts = tuple(Text(sentence, tone) for sentence in sentences)
     if texts:
         yield Items(texts)

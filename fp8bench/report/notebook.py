@@ -31,7 +31,7 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
 
 
 class Findings(dict[str, Finding]):
-    """Findings by short names ('bf16 shape=64'); a case's id works, too."""
+    """Findings by short names, as 'bf16 shape=64', or by the id of a case."""
 
     def __init__(self, findings: FindingsById) -> None:
         names = short_names([finding.case for finding in findings.values()])

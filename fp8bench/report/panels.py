@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from typing import NamedTuple, TypeVar
+from itertools import chain, groupby
+from typing import Generic, NamedTuple, TypeVar
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric, Reference
@@ -30,7 +30,7 @@ from fp8bench.protocols.axes import QUIET
 _MOST_PLACES = 3
 K = TypeVar("K")
 V = TypeVar("V")
-# The error shown first if a workload has several: the most telling.
+# The error shown first if a workload has several: the most informative.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
 # Parameters that are shown without their name, because the value is self-explanatory.
@@ -52,7 +52,7 @@ def join_parts(*parts: str, by: str = ", ") -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """A case's record, and what its samples say (None without samples)."""
+    """A case's record, and the finding from its samples (None without samples)."""
 
     record: Record
     finding: Finding | None
@@ -101,8 +101,8 @@ class Result:
 class ResultGroup:
     """The results of one group, in the order of the plan, and the mode of its reference ('' without one).
 
-    `place` are the parameters that tell it from the others of its panel: '256 x 256 x 64'; '' where there is but one.
-    `error` is the panel's error that is shown first; '' if it has none.
+    `place` are the parameters that distinguish it in its panel, as '256 x 256 x 64'; '' for a single group.
+    `error` is the metric of the error that is shown first; '' if there is none.
     """
 
     results: tuple[Result, ...]
@@ -116,52 +116,27 @@ class ResultGroup:
 
     @property
     def lead(self) -> Result | None:
+        """The result of the reference."""
         return next((result for result in self.results if result.mode == self.reference), None)
 
+    @cached_property
+    def members(self) -> tuple[NamedCase, ...]:
+        return tuple(NamedCase(result.record, result.finding, self) for result in self.results)
 
-class _Member(NamedTuple):
-    group: ResultGroup
-    result: Result
 
-
-class NamedCase(_Member):
+@dataclass(frozen=True)
+class NamedCase(Result):
     """A result with its group, its figures, and its name within their panel."""
+
+    group: ResultGroup
 
     @cached_property
     def figures(self) -> Figures:
-        return Figures(*self)
+        return Figures(self)
 
     @property
-    def record(self) -> Record:
-        return self.result.record
-
-    @property
-    def finding(self) -> Finding | None:
-        return self.result.finding
-
-    @property
-    def mode(self) -> str:
-        return self.result.mode
-
-    @property
-    def best(self) -> float | None:
-        return self.result.best
-
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        return self.result.labels
-
-    @property
-    def is_ok(self) -> bool:
-        return self.record.is_ok
-
-    @property
-    def is_reference(self) -> bool:
-        return self.record.is_reference
-
-    @property
-    def is_emulated(self) -> bool:
-        return self.result.is_emulated
+    def lead(self) -> Result | None:
+        return self.group.lead
 
     @property
     def suite(self) -> str:
@@ -180,6 +155,13 @@ class NamedCase(_Member):
     def name(self) -> str:
         """'256 x 256 x 64 bf16'; the precision alone if there is one group."""
         return f"{self.place} {self.mode}".strip()
+
+
+class CaseValue(NamedTuple, Generic[V]):
+    """A row of a table: a case, and what the table shows of it."""
+
+    case: NamedCase
+    value: V
 
 
 Cases = Sequence[NamedCase]
@@ -214,25 +196,18 @@ class Panel:
 
     @cached_property
     def members(self) -> tuple[NamedCase, ...]:
-        members: list[NamedCase] = []
-        for group in self.groups:
-            members += [NamedCase(group, result) for result in group.results]
-        return tuple(members)
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        return tuple(result for _, result in self.members)
+        return tuple(chain.from_iterable(group.members for group in self.groups))
 
     @cached_property
     def measurements(self) -> list[Measurement]:
         measurements: list[Measurement] = []
-        for result in self.results:
-            measurements += result.record.measurements
+        for case in self.members:
+            measurements += case.record.measurements
         return measurements
 
-    def known(self, of: Callable[[Result], V | None]) -> list[tuple[ResultGroup, Result, V]]:
-        """The cases of which there is such a value, with it."""
-        return [(group, result, value) for group, result in self.members if (value := of(result)) is not None]
+    def find_values(self, of: Callable[[Result], V | None]) -> list[CaseValue[V]]:
+        """Returns the cases that have such a value, with it."""
+        return [CaseValue(case, value) for case in self.members if (value := of(case)) is not None]
 
     @cached_property
     def shared(self) -> Params:
@@ -243,27 +218,26 @@ class Panel:
         return tuple(dict.fromkeys(measurement.metric for measurement in self.measurements))
 
 
-def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
-    from fp8bench.analysis.metrics import metrics_of  # heavy, and the door knows panels
+def metrics_within(case: NamedCase) -> Iterator[Metric]:
+    from fp8bench.analysis.metrics import metrics_of  # slow to import, and every command imports this module
 
     # Ratios are against the group's reference, which may not have been measured.
-    lead = group.lead
-    return metrics_of(result.record, result.finding, Reference(lead.record, lead.labels) if lead is not None else None)
+    lead = case.lead
+    return metrics_of(case.record, case.finding, Reference(lead.record, lead.labels) if lead is not None else None)
 
 
 class Figures(dict[str, Metric]):
     """The figures of a case's whole step, those of single ranks left out, by name; missing ones have no value.
 
-    A suite may name a figure of its own like one of ours: a step's energy is the one with a source, and else the first
-    counts.
+    A suite's figure may have the name of a built-in one: of energies the one with a source counts, else the first.
     """
 
-    def __init__(self, group: ResultGroup, result: Result) -> None:
+    def __init__(self, case: NamedCase) -> None:
         super().__init__()
-        # Rates are unsound if only the suite has seen its work, or if other work was seen.
-        unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
-        self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
-        for metric in metrics_within(group, result):
+        # A rate is unsound if the work was only declared and not checked, or if the check found different work.
+        unchecked = case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
+        self._sound = not unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*case.labels}
+        for metric in metrics_within(case):
             if metric.phase == STEP and (metric.name != ENERGY or metric.source):
                 self.setdefault(metric.name, metric)
 

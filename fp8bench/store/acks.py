@@ -1,4 +1,4 @@
-"""Changes that somebody has seen and accepted: `<store>/acks.jsonl`, one a line, append-only.
+"""Changes that a person has accepted: `<store>/acks.jsonl`, one a line, append-only.
 
 A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. In git, `acks.jsonl
 merge=union` merges two machines' files.
@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Undo:
-    """Says that the ack of this id no longer holds."""
+    """Withdraws the ack of this id."""
 
     id: str
     when: str
@@ -27,7 +27,7 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """The acks that hold, oldest first. `troubles` say which lines were left out, and why."""
+    """The valid acks, oldest first. `troubles` name the lines that were left out, with the reason."""
 
     acks: tuple[Ack, ...] = ()
     troubles: tuple[str, ...] = ()
@@ -55,9 +55,9 @@ def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
     _log(store).append(lines)
 
 
-def merge_acks(store: Path, other: Path) -> int:
-    """Adds the lines of another store that are not here; returns how many those are. Raises StoreError."""
-    return len(_log(store).merge(_log(other).lines()[0]))
+def merge_acks(store: Path, theirs: Path) -> int:
+    """Adds the lines of a second store that are missing here; returns their number. Raises StoreError."""
+    return len(_log(store).merge(_log(theirs).lines()[0]))
 
 
 def _log(store: Path) -> Log[Ack | Undo]:

@@ -1,6 +1,6 @@
-"""What a machine's devices can do at most: a file in `<store>/ceilings` for each device, software and settings.
+"""The peak rates of a machine's devices: a file in `<store>/ceilings` for each device, software and settings.
 
-What was measured in the last week is current. `history.jsonl` has all measurements, one a line, and so shows whether a
+Measurements of the last week are current. `history.jsonl` has all measurements, one a line, and so shows whether a
 machine became slower.
 """
 
@@ -21,9 +21,8 @@ from fp8bench.store.kept_lines import Log
 
 # Raised when something else is measured under the same names.
 _VERSION = 2
-# Ceilings are current for so long.
 CURRENT_DAYS = 7
-# Facts of the environment that tell ceilings apart, and those of each device, by its driver.
+# Facts of the environment that distinguish ceilings, and those of each device.
 _FACTS = (
     "machine",
     "torch",
@@ -41,10 +40,10 @@ _OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig")
 def current_ceilings(
     store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings] | None
 ) -> Ceilings | None:
-    """Returns the ceilings that were measured of a device in the last week, else those that `measure` takes, which are
-    then kept; None if there are none and no `measure`.
+    """Returns a device's ceilings of the last week, else those that `measure` takes, which are then stored; None if
+    `measure` is None.
 
-    It holds a lock: of two runs that ask at once the second finds what the first has measured.
+    It holds a lock, so that of two simultaneous runs the second uses the measurement of the first.
     """
     with lock_folder(store / "ceilings"):
         stored = _read(_log(store, machine_file(environment, device)))
@@ -56,7 +55,7 @@ def current_ceilings(
 def new_ceilings(
     store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings]
 ) -> Ceilings:
-    """Measures ceilings, whatever is kept, and keeps them."""
+    """Measures ceilings, even if there are current ones, and stores them."""
     with lock_folder(store / "ceilings"):
         return _keep(store, environment, device, measure())
 
@@ -86,7 +85,7 @@ def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
 
 
 def _read(log: Log[Ceilings]) -> Ceilings | None:
-    """Returns None where there is no such file or it is broken; both mean that the device is measured again."""
+    """Returns None if the file is missing or broken; both mean that the device is measured again."""
     try:
         return log.read(unsealed_line(read_file(log.path).strip())[0])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -26,7 +26,7 @@ _SCHEMA = 1
 _ID = re.compile(r"[A-Za-z0-9]+")
 # A damaged cell is measured again, which repairs it.
 _OPEN = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
-# Finds the cell of a run whose header is no JSON.
+# Finds the cell of a run whose header is not valid JSON.
 _SAYS_CELL = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
 _HEADER_BYTES = 1 << 20
 # The output of a cell's process; this many bytes of its end are searched for the reason of a failure.
@@ -39,7 +39,7 @@ def write_plan(plan: FleetPlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> FleetPlan:
-    """Raises UsageError where the file is no plan."""
+    """Reads a plan. Raises UsageError if the file is not one."""
     try:
         content = json.loads(read_file(path))
     except OSError as error:
@@ -97,7 +97,7 @@ def check_cell(plan: FleetPlan, number: int) -> None:
 
 
 def folder_of(plan: FleetPlan, number: int, store: Path) -> Path:
-    """The folder in which a cell's worker takes its lock, and leaves what it says beside the run."""
+    """Returns the folder of a cell's lock and of its worker's output."""
     return store / "cells" / plan.name_of(number).replace("/", "-")
 
 
@@ -131,14 +131,14 @@ def _cell_in_header(path: Path) -> str:
 
 
 def number_of(plan: FleetPlan, cell: str) -> int | None:
-    """Returns the number of a cell by its name; None if it is none of this plan."""
+    """Returns the number of a cell by its name; None if this plan does not have it."""
     name, _, number = cell.rpartition("/")
     is_here = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
     return int(number) if is_here else None
 
 
 def keep_plan(plan: FleetPlan, store: Path) -> None:
-    """Writes a plan beside the runs of its cells. Raises OSError, and StoreError where another plan has its id."""
+    """Writes a plan into the store of its runs. Raises OSError, and StoreError if a different plan has its id."""
     path = store / "plans" / f"{plan.id}.json"
     if not path.exists():
         write_plan(plan, path)
@@ -147,7 +147,7 @@ def keep_plan(plan: FleetPlan, store: Path) -> None:
 
 
 def plans_of(store: Path) -> tuple[FleetPlan, ...]:
-    """Returns the plans that are beside the runs of a store, oldest first. Raises UsageError for a broken one."""
+    """Returns the plans of a store, oldest first. Raises UsageError for a broken one."""
     plans = (read_plan(path) for path in sorted((store / "plans").glob("*.json")))
     return tuple(sorted(plans, key=lambda plan: plan.created))
 
@@ -209,7 +209,7 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) ->
 
 
 def _load_runs(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
-    """Returns runs, newest first, and what is damaged in their files; a line that a kill cut short is no damage."""
+    """Returns runs, newest first, and what is damaged in their files; a line cut short by a kill does not count."""
     loaded = []
     damage = []
     for head in heads:

@@ -1,6 +1,6 @@
-"""Files of JSON lines: what they say, without the lines that are broken.
+"""Reads files of JSON lines, without their broken lines.
 
-A `Log` is a file whose lines stand in any order, each for itself. All other files begin with a header that has a schema
+A `Log` is a file whose lines are independent of each other. All other files begin with a header that has a schema
 version, and their lines are numbered (`FileLines`).
 """
 
@@ -42,7 +42,7 @@ class UnknownKind(ValueError):
 
 
 def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Returns the files one of whose names is the word, or, if there are none, begins with it."""
+    """Returns the files with this name, or else those with a name that begins with the word."""
     exact = [path for path, file_names in names.items() if word in file_names]
     if exact or not word:
         return exact
@@ -113,7 +113,7 @@ class Log(Generic[T]):
             append_lines(self.path, [sealed_line(self.content_of(value)) for value in values])
 
     def merge(self, theirs: Iterable[T]) -> list[T]:
-        """Adds the values of another log that are not in this one, and returns them. Raises StoreError."""
+        """Adds the values of a second log that are missing here, and returns them. Raises StoreError."""
         present = set(self.lines()[0])
         new = [value for value in dict.fromkeys(theirs) if value not in present]
         if new:
@@ -122,7 +122,7 @@ class Log(Generic[T]):
 
 
 class Broken(NamedTuple):
-    """A line that is not as it was written: its number in the file, its first characters, and the reason."""
+    """A damaged line: its number in the file, its first characters, and the reason."""
 
     number: int
     begins: str
@@ -147,7 +147,7 @@ class FileLines:
 
 
 class _SealedLine(NamedTuple):
-    """A line with a checksum: `rank` counts lines as they were written, `number` as they are in the file."""
+    """A line with a checksum: `rank` is its number when it was written, `number` that in the file."""
 
     rank: int
     number: int
@@ -235,7 +235,7 @@ def check_schema(content: Content, path: Path) -> None:
 
 
 def refuse_newer(sheet: FileLines, path: Path) -> None:
-    """Raises StoreError if a broken line names a newer version, whose checksums may be made in another way."""
+    """Raises StoreError if a broken line names a newer version, whose checksums may be computed differently."""
     for broken in sheet.broken:
         if (version := _SCHEMA.match(broken.begins)) is not None:
             check_schema({"schema": int(version[1])}, path)

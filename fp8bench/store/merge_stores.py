@@ -1,6 +1,6 @@
-"""Merges the store of another machine into ours, and rebuilds asv's view from the runs.
+"""Merges the store of a second machine into ours, and rebuilds asv's view from the runs.
 
-New runs are copied and longer ones appended to ours; nothing is rewritten.
+New runs are copied, and longer ones appended to ours; nothing is rewritten.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fp8bench.store.runs.run_file import load_run, lock_run
 
 @dataclass
 class Merged:
-    """What was taken of another store: runs `copied` or appended to ours, how many were the `same`, how many
-    acknowledgements are new; sentences on what was not taken (`failed`), and on what a person should check."""
+    """The result of a merge: runs `copied` or appended to ours, the number of the `same` runs and of new
+    acknowledgements; sentences on failures, and on things to check (`notes`)."""
 
     copied: list[Path] = field(default_factory=list)
     extended: list[Path] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Merged:
 
 
 def find_store(folder: Path, ours: Path) -> Path:
-    """Returns the store that a folder is or contains. Raises StoreError where there is none, or it is our own."""
+    """Returns the store that a folder is or contains. Raises StoreError if there is none, or if it is our own."""
     try:
         places = (folder, folder / ours.name, folder / ".fp8bench")
         found_store = next((place for place in places if (place / "runs").is_dir()), None)
@@ -66,7 +66,7 @@ def merge_runs(ours: Path, theirs: Path) -> Merged:
 
 
 def take_each(runs: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
-    """Calls `take_one` on the runs of another store, oldest first; yields a sentence on each that it refuses."""
+    """Calls `take_one` on the runs of the merged store, oldest first; yields a sentence on each that it refuses."""
     for path in reversed(runs.files):
         try:
             take_one(path)
@@ -88,7 +88,7 @@ def _take(by_id: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> 
 
 
 class CopyOutcome(Enum):
-    """What a run file of another store was here; LONGER means that ours was its beginning."""
+    """The result of copying a run file; LONGER means that ours was its beginning."""
 
     NEW = "new"
     SAME = "same"
@@ -96,7 +96,7 @@ class CopyOutcome(Enum):
 
 
 def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
-    """Takes a run file of another store in as `target`; `content` is all of it or its first lines.
+    """Copies a run file to `target`; `content` is all of it or its first lines.
 
     Under one id the longer file counts if it begins with the other; otherwise this raises StoreError.
     """
@@ -134,7 +134,7 @@ def _whole(path: Path, merged: Merged) -> bytes:
 
 @dataclass
 class Rebuilt:
-    """What was made: files, the number of their series, of the runs in them, and of runs that are in none, by reason.
+    """The result of a rebuild: files, the numbers of series and runs in them, and of runs left out, by reason.
 
     `aside` are broken files under their new names, `failed` sentences on files that could not be made.
     """
@@ -163,7 +163,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
-        # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
+        # Reading the runs under the lock prevents that a writer that read fewer runs writes after this one.
         with lock_folder(store / "asv"):
             read = read_and_keep(store, commit, paths)
             for tracked in by_place(read.runs):

@@ -54,7 +54,7 @@ _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
 @dataclass(frozen=True)
 class RunPoints:
-    """What a run adds to the history: points, their series, how many of its cases are in none, and why."""
+    """A run's contribution to the history: points, their series, the number of its other cases, and the reason."""
 
     points: tuple[Point, ...] = ()
     series: tuple[Series, ...] = ()

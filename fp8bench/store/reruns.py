@@ -1,6 +1,6 @@
 """How much runs of the same case differ on one machine, learned from earlier runs: `<store>/reruns`.
 
-Rounds of one run share its processes, its memory and its minutes, so their noise does not show how much the next run
+Rounds of one run share its processes, its memory and its minutes, so their noise does not include how much the next run
 will differ. On a machine with neighbours a 99% interval of rounds held the long run's value in 58% of 96 runs. So an
 interval is never narrower than earlier runs differ, nor than the rounds say. Each run that ends adds a few numbers a
 case to a file for its device, software and settings; the next run reads them.

@@ -1,4 +1,4 @@
-"""What is tracked from commit to commit: the grid that a workload declares, as series and cells under asv's names.
+"""The grid that a workload declares for tracking from commit to commit, as series and cells under asv's names.
 
 asv discovers the same names, parameters and versions in a suite file, so runs and asv's own measurements share them.
 They do not depend on the machine: machines with and without a GPU have the same list of benchmarks.
@@ -192,7 +192,7 @@ def _ambiguous_cells(workload: Workload) -> Iterator[str]:
 
 
 def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
-    """Yields each cell of a device's class: its values as they are shown, and the parameters of its case."""
+    """Yields each cell of a device's class: its printed values, and the parameters of its case."""
     chosen = _values(workload, facts)
     axes = axes_of(workload, facts)
     texts = [chosen.get(axis.name, axis.default) for axis in axes]
@@ -205,7 +205,7 @@ def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict
 
 
 def _to_scalar(axis: Axis, text: str) -> Scalar:
-    """Returns a number as a number, so that graphs can use it as an axis; anything else as it was written."""
+    """Returns a number as a number, so that graphs can use it as an axis; other texts unchanged."""
     (value,) = axis.values((text,))
     return value if isinstance(value, int) and not isinstance(value, bool) else text
 

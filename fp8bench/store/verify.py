@@ -77,8 +77,7 @@ def _check_run(path: Path) -> tuple[bool, list[Fault]]:
 
 
 def _lines(run: Run, lost: bool) -> Fault:
-    """Broken lines stay for good, so they are no fault once what they held was measured again, or if a kill cut them
-    short."""
+    """Returns the fault of broken lines; a mere remark if their content was measured again, or if a kill cut them."""
     shown = "; ".join(run.troubles[:_MOST_TROUBLES])
     unlisted = len(run.troubles) - _MOST_TROUBLES
     words = f"{shown}; and {unlisted} more" if unlisted > 0 else shown
@@ -92,7 +91,7 @@ def _lines(run: Run, lost: bool) -> Fault:
 
 
 def _check_surroundings(store: Path) -> Iterator[Fault]:
-    """Yields faults of what is among the runs and is none, and of files beside the runs."""
+    """Yields faults of foreign files among the runs, and of the store's other files."""
     runs = set(all_files(store))
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and (path.is_file() or path.is_symlink() or path.suffix == ".jsonl"):
@@ -133,7 +132,7 @@ def _foreign(path: Path) -> Fault:
 
 
 def _fault(path: Path, error: StoreError, remedy: str) -> Fault:
-    """Makes a fault of an error, which names the file and perhaps a remedy of its own."""
+    """Converts an error, whose text names the file and perhaps a remedy."""
     words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     problem = words.partition(". ")[0].rstrip(".")
     return Fault(str(path), f"it {problem}" if problem.startswith(_VERBS) else problem, remedy)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.step import ShareKind
@@ -208,22 +209,32 @@ def flops_of(call: Call) -> tuple[int | None, str]:
         result = next(tensors_in(call.result), None)
         return formula({**arguments_of(call), "": result}), argument
     # torch knows some operators that have no formula here.
-    packet = getattr(call.operator, "overloadpacket", call.operator)
-    if packet in flop_registry:
-        return _by_torch(call, flop_registry[packet]), next(iter(arguments_of(call)), "")
+    formula_of_torch = _formula_of_torch(call.operator)
+    if formula_of_torch is not None:
+        return _by_torch(call, formula_of_torch), next(iter(arguments_of(call)), "")
     return (None if multiplies(call.operator) is None else 0), ""
 
 
 def multiplies(operator: Any) -> bool | None:
     """Whether an operator multiplies tensors with each other; None if unknown."""
     name = operator_name(operator)
-    if _formula_of(name) is not None or getattr(operator, "overloadpacket", operator) in flop_registry:
+    if _formula_of(name) is not None or _formula_of_torch(operator) is not None:
         return True
-    return False if _multiplies_nothing(operator, name) else None
+    return False if _multiplies_nothing(operator) else None
 
 
 def _formula_of(name: str) -> tuple[str, Formula] | None:
     return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
+
+
+def _formula_of_torch(operator: Any) -> Callable[..., int] | None:
+    """Returns torch's formula, or one registered with torch, of an operator that may multiply."""
+    # The module imports triton, which takes 0.3 s; nobody has registered a formula before it is imported.
+    if "torch.utils.flop_counter" not in sys.modules and _multiplies_nothing(operator):
+        return None
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(getattr(operator, "overloadpacket", operator))
 
 
 def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
@@ -239,7 +250,9 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
         return None
 
 
-def _multiplies_nothing(operator: Any, name: str) -> bool:
+@cache
+def _multiplies_nothing(operator: Any) -> bool:
+    name = operator_name(operator)
     if name.startswith("fp8bench::"):
         return True  # quantisers; operators that multiply have a formula above
     if operator.namespace != "aten":

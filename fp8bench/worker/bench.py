@@ -87,8 +87,8 @@ class Bench(UntimedPasses):
         return why_not(name)
 
     def trial(self, case: Case, facts: DeviceFacts) -> str:
-        """Returns the error of a case's products if a foreign library computes them; '' if there is none. Each
-        precision is tried once per worker."""
+        """Tries the products of a case that a foreign library computes, once per worker and precision. Returns what is
+        wrong with them, or ''."""
         devices.get(facts.kind).select(facts.index)
         with restore_switches(), aside():
             return self._trials.wrong(case, facts)
@@ -195,7 +195,7 @@ class Bench(UntimedPasses):
         return self._prepared_as(key).capture()
 
     def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        return self._prepared_as(key).replayed(calls, discard, filling)
+        return self._prepared_as(key).replay_slot(calls, discard, filling)
 
     def replay_phases(self, key: str) -> RawStep | None:
         return self._prepared_as(key).replay_phases()

@@ -142,7 +142,7 @@ def _best(
 ) -> tuple[Shape, float, int]:
     """Returns the shape with the highest rate, that rate, and how many shapes were tried. Every shape has an equal
     share of the time, and its rate is that of its fastest batches. A shape whose first call would exceed its share at
-    the best rate so far is skipped, as are all with more work."""
+    the best rate so far is skipped, and so is every larger one."""
     best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
     for shape, count in counts.items():
         # Larger shapes take even longer, so none of them could finish in its share.

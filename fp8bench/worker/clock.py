@@ -161,7 +161,7 @@ def _phases(notes: Iterable[int]) -> list[int]:
 
 def marks_of_step(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
     """Runs a step; returns its marks, and the places of those that begin a phase where another one ends, with no
-    operator of torch's launched in between. A kernel that is no operator is not seen."""
+    operator of torch's launched in between. A kernel that torch does not launch is invisible."""
     from fp8bench.tape.recorder import PhasedWatch
 
     class Launches(PhasedWatch):  # type: ignore[no-untyped-call]
@@ -217,7 +217,7 @@ def calibrate(device: Device, index: int) -> Overheads:
         stamper.recycle()
         clock.begin()
 
-    # An empty loop costs time, too, which is subtracted from everything else.
+    # Subtract the time of the empty loop from everything else.
     loop = _best(lambda: None, _empty)
     on = _best(fresh, lambda: _enter(clock)) - loop
     off = _best(fresh, lambda: _enter(SilentPhases())) - loop
@@ -230,7 +230,7 @@ def calibrate(device: Device, index: int) -> Overheads:
         stamps = [now() for _ in range(_QUEUED)]
         intervals = sorted(stamper.intervals_ns(stamps))
         pair = intervals[len(intervals) // 2] * 1e-9
-    return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair)
+    return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair, device.why_idle(index))
 
 
 def _best(prepare: Callable[[], None], body: Callable[[], None]) -> float:

@@ -2,8 +2,8 @@
 
 The hardware's arithmetic is run on torch's meta device, without memory, for a tensor of each emulated operand's shape.
 This shows the codes, the scales with the padding of their tiles, and the transposed copy that some products need. They
-count while the emulation's operand lives. What a cast or product allocates and frees at once is not counted, because a
-device's kernels are fused; nor is the workspace of its products, which no format determines.
+count while the emulation's operand lives. Memory that a cast or product allocates and frees at once is not counted,
+because a device's kernels are fused; nor is the workspace of its products, which no format determines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GIVEN = (-2, -3)
 
 
 class _Recipe(NamedTuple):
-    """What a call makes of a source of one shape: operands, the owner of each part's memory, and the bytes of new
+    """The operands that a call makes from a source of one shape, the owner of each part's memory, and the bytes of new
     memory."""
 
     operands: tuple[Operand | None, ...]

@@ -3,10 +3,10 @@
 Infinities and NaNs may exist from the start: attention masks hold -inf, and uninitialized memory may hold anything. So
 an element counts as lost only if it was finite when the state had been prepared, or if its tensor was made by a step.
 Three kinds of tensors that steps made are exempt: one made before the first timed step and not written again is an
-input; -inf beside finite numbers is a mask, or masked scores; and if a prepared tensor held -inf, a mask may move, so
+input; -inf next to finite numbers is a mask, or masked scores; and if a prepared tensor held -inf, a mask may move, so
 that more -inf may appear.
 
-What cannot be read within SECONDS is not judged.
+Tensors that cannot be read within SECONDS are not judged.
 """
 
 from __future__ import annotations

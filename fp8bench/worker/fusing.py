@@ -37,8 +37,8 @@ def waiting() -> int:
 
 
 def compile_waiting() -> None:
-    """Compiles all waiting quantisers, one by one. A failure is not the case's fault: it runs, and its record says that
-    its quantisers were eager."""
+    """Compiles all waiting quantisers, one by one. If compiling fails the case still runs, and its record notes eager
+    quantisers."""
     kernels = _kernels()
     for kernel in tuple(kernels.wanted):
         with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason

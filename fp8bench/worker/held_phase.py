@@ -63,7 +63,7 @@ def held_phase(
     most_bytes: int,
 ) -> HeldPhase | RawReplay:
     """Returns the phase as a step of the state does it, or why it cannot run alone. On a CPU the repetition must give
-    the step's numbers bit for bit. A GPU may add up in another order each time."""
+    the step's numbers bit for bit. A GPU may sum in a different order each time."""
     from fp8bench.tape.replay import CannotReplay, Recording
 
     loads = phase == Phase.DATA_LOAD

@@ -1,7 +1,7 @@
 """Slots of a state after its timing, in which its steps are inspected.
 
 Each is run by the request that runs timed slots, so that a step finds the same callers above it, calls in bursts of the
-same length, and the same clock: whatever shows a step that it is timed shows it here, too.
+same length, and the same clock: a step that can detect timing detects it here as well.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The parent starts it as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does more), in a
 new session. FD is one end of a socket pair for requests. LIFELINE is a pipe whose other end only the parent holds: its
-end-of-file means that the parent is dead, however it died. A worker of another interpreter is first asked to `greet`,
-which returns its protocol and versions.
+end-of-file means that the parent is dead, however it died. A worker under a different interpreter is first asked to
+`greet`, which returns its protocol and versions.
 """
 
 from __future__ import annotations
@@ -167,8 +167,12 @@ def run(
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         if early:
+            # Modules are permanent: searching them for garbage takes 0.1 s each time.
+            gc.disable()
             with contextlib.suppress(Exception):  # the first request reports the reason
                 importlib.import_module(early)
+            gc.freeze()
+            gc.enable()
         serve(connection, opened, report)
         leave()
 

@@ -196,7 +196,7 @@ def _addresses(operand: Operand | None) -> list[int]:
 
 
 _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
-# What these phases make and pass on does not belong to the network: unpacked sums, moments restored for an update.
+# Results of these phases do not belong to the network: unpacked sums, moments restored for an update.
 _ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 
 
@@ -267,7 +267,7 @@ def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int 
             with limited:
                 prepare = make(None, None)
                 if counter is not None:
-                    counter.mark()  # scales from data were found with another state, which is gone by now
+                    counter.mark()  # a separate state was used to find scales from data, and has been freed
                 _state, take_step = prepare()
                 for _ in range(2):
                     take_step(SilentPhases())

@@ -51,8 +51,8 @@ _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 _SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
 # Replays with marks, of which the fastest counts.
 _MARKED_REPLAYS = 10
-# Of so many steps one has marks, however much they take.
-_MOST_UNMARKED = 32
+# At least one step in this many is marked, however much marks take.
+_MOST_STEPS_PER_MARKED_STEP = 32
 
 
 def begins_alone() -> None:
@@ -60,7 +60,7 @@ def begins_alone() -> None:
 
 
 def asks_nobody(here: bool) -> bool:
-    """Returns this process's answer: there are no other ranks to ask."""
+    """Returns this process's answer, the only one without ranks."""
     return here
 
 
@@ -124,12 +124,12 @@ class Prepared:
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
-    # The phases of every so many steps are marked.
-    marked: int = 1
+    # Phases are marked in one of this many steps.
+    steps_per_marked_step: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
     is_so_anywhere: Callable[[bool], bool] = asks_nobody
-    # By slot: the least seconds that are neither in the stamps of steps nor the clock's work.
+    # The least unexplained seconds of each slot, which are neither in the stamps of steps nor the clock's work.
     _missing: list[float] = field(default_factory=list)
     # Values of the switches before the first slot, which every slot must preserve: nothing else runs in between.
     _switches: Sequence[Any] | None = None
@@ -165,8 +165,10 @@ class Prepared:
 
     @property
     def _clocks(self) -> dict[str, Callable[[], float]]:
-        own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
-        return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
+        clocks: dict[str, Callable[[], float]] = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
+        if self.device.kind == "cpu":
+            clocks["the clock of phases"] = self.clock.now
+        return clocks
 
     def capture(self) -> str:
         """Captures a step of each state, so that `replay` does all in one launch; returns why that is impossible, or
@@ -224,16 +226,14 @@ class Prepared:
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         return self._slot(self.workload.step, calls, discard, filling)
 
-    def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+    def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
         replay, states = self.replay, len(self.states)
         raw = self._slot(lambda state, phase: replay(), max(1, round(calls / states)), discard, filling)
         if states == 1:
             return raw
         # The steps of one replay follow each other without a stamp: each counts as their mean.
-        steps = tuple(
-            replace(step, intervals_ns=tuple(round(one / states) for one in step.intervals_ns)) for step in raw.steps
-        )
+        steps = tuple(_divide_step(step, states) for step in raw.steps)
         return replace(raw, steps=steps, host_seconds=raw.host_seconds / states)
 
     def _slot(
@@ -241,7 +241,7 @@ class Prepared:
     ) -> RawSlot:
         # Bound before a step runs, so that a step that replaces functions of the clock cannot affect its own slot.
         clock, begin, end, ready, now = self.clock, self.clock.begin, self.clock.end, self._ready, time.perf_counter
-        late, marked, unmarked = self._late, self.marked, SilentPhases()
+        late, spacing, unmarked = self._late, self.steps_per_marked_step, SilentPhases()
         # Answers are freed within the timing; `id` does nothing else to them.
         keep, looked_at = (id, nullcontext()) if late is None else (late.keep, late.slot())
         marks: list[tuple[list[int], list[Any]]] = []
@@ -262,17 +262,19 @@ class Prepared:
                 state = self._ready_on_device(number, filling)
                 started = now()
                 begin()
-                keep(timed(state, unmarked if number % marked else clock))
+                keep(timed(state, unmarked if number % spacing else clock))
                 marks.append(end())
                 calls_seconds.append(now() - started)
             host = time.perf_counter() - wall
+            at_end = before if self._between is None else counters()
             self.device.synchronise(self.index)
             wall, thread, cpu = (
                 time.perf_counter() - wall,
                 time.thread_time() - thread,
                 time.process_time() - cpu,
             )
-            counted = grown(before, counters())
+            after = counters()
+            counted = grown(before, after)
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
@@ -280,10 +282,12 @@ class Prepared:
         if late is not None:
             late.add([step.seconds for step in steps], discard)
         gaps = max(0.0, host - sum(calls_seconds))
+        # A host that waits for a core notices late that the device is done.
+        late_seconds = _number_or_none(grown(at_end, after)["waited"]) or 0.0
         self._missing.append(
             min(map(_missing_seconds, calls_seconds, steps))
             if self._between is None
-            else _missing_of_slot(wall, gaps + self._between.seconds(), steps)
+            else _missing_of_slot(wall, gaps + self._between.seconds() + late_seconds, steps)
         )
         eager, fused = fusing.calls_since(quantised)
         preemptions = _number_or_none(counted["preemptions"])
@@ -312,7 +316,8 @@ class Prepared:
         fastest = min(steps, key=lambda step: step.seconds)
         stamps = max(len(step.codes) for step in steps) - 1
         cost = stamp_cost(self.device, self.index) * stamps / max(fastest.seconds, 1e-7)
-        self.marked = max(self.marked, min(_MOST_UNMARKED, math.ceil(cost / MARKS_SHARE)))
+        spacing = min(_MOST_STEPS_PER_MARKED_STEP, math.ceil(cost / MARKS_SHARE))
+        self.steps_per_marked_step = max(self.steps_per_marked_step, spacing)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -428,8 +433,13 @@ class Prepared:
 
 _STAMPS_MOVED = (
     "its steps take another time than the phase clock has counted: a step changes the clock's stamps, or leaves work "
-    "on a stream of its own. Mark phases by `with phase.gemm:` and its like alone, wait for streams, and measure again."
+    "on a stream that it opens. Mark phases only by `with phase.gemm:` and the like, wait for streams, and measure "
+    "again."
 )
+
+
+def _divide_step(step: RawStep, count: int) -> RawStep:
+    return replace(step, intervals_ns=tuple(round(interval / count) for interval in step.intervals_ns))
 
 
 def _missing_seconds(call_seconds: float, step: RawStep) -> float:

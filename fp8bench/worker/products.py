@@ -1,4 +1,4 @@
-"""What an untimed step runs, and whether its products are computed in its case's precision.
+"""Watches an untimed step, and checks whether its products are computed in its case's precision.
 
 There are three kinds of evidence: the operands of its products, the numbers of a product of its arithmetic, and on a
 GPU the names of the kernels that multiply. An emulation may multiply wide values; a native precision that does has
@@ -106,7 +106,7 @@ def _is_unwritten(tensor: Any, version: int) -> bool:
 
 
 def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
-    """Returns the formats of the case's products: its own, or its map's if the map covers all layers."""
+    """Returns the formats of a case's products: its precision's, or its map's if the map covers all layers."""
     keys = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
     uses_case_precision = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)

@@ -73,7 +73,7 @@ def state_tensors(state: object) -> StateTensors:
 
 
 def modules_of(state: object) -> list[Any]:
-    """Returns the models of a state: torch's modules that are not part of another."""
+    """Returns the models of a state: torch modules that no other module contains."""
     import torch
 
     inside: set[object] = set()
@@ -149,7 +149,8 @@ def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
 
 
 def address_of(tensor: Any) -> int:
-    """Returns where a tensor's memory begins; 0 for one without: sparse, on no device, or of another library."""
+    """Returns where a tensor's memory begins; 0 for one without: sparse, without a device, or from a different
+    library."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):

@@ -28,14 +28,14 @@ _CALIBRATING = 1001
 NO_PROBE = "the system's loader preloads no library into the worker"
 # The metrics of one reading, in order.
 HOST = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
-# By the names of torch's allocator.
+# Keyed by the names of torch's allocator.
 _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
     "num_device_alloc": specs.DEVICE_ALLOCATIONS,
     "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }
 # Calls by which a driver allocates or frees memory; the cuMem ones belong to expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-# What was counted, and why something was not.
+# The counts of a step, and the reasons for missing ones.
 Counted = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
 

@@ -5,8 +5,8 @@ Inputs are tensors that existed when the state had been prepared, and that no st
 compared with earlier ones: if each gives something new (weights or a loader advance, numbers are drawn) they do work.
 Otherwise all inputs are replaced by other numbers of the same range, bypassing torch's version counters, so that caches
 that rely on these are stale; then what the step overwrites, in case it works in place. If results stay bit-identical,
-there is no work. The same holds for a step that calls no operator of torch, takes almost no time, and leaves everything
-unchanged.
+the step does no work. The same holds for a step that calls no torch operator, takes almost no time, and leaves
+everything unchanged.
 
 Nothing is reported if there may be other reasons: no result is visible, no input could be replaced, the step loads
 data, or part of its state is in memory that is not torch's (NumPy's, or a file's, which is never written).
@@ -62,7 +62,7 @@ class _SeenMemory(NamedTuple):
 
 
 class _TakesLong(Exception):
-    """Inspection takes longer than it is worth; the text says what does."""
+    """Inspecting takes too long; the message names the slow part."""
 
 
 class _Steps:
@@ -93,7 +93,7 @@ class _Steps:
         return clock() - begun
 
     def fails(self) -> bool:
-        """Takes a step whose numbers may be unsuitable (for a factorisation, say); returns whether it raises."""
+        """Takes a step with replaced numbers, which a factorisation may refuse; returns whether it raises."""
         try:
             self.take()
         except Exception as error:
@@ -107,8 +107,11 @@ class _Steps:
         return memories_of(self.state, self.returned)
 
     def read_memory(self) -> list[_SeenMemory]:
+        return self.digest_memories(self.memories())
+
+    def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_SeenMemory]:
         digests, end = [], time.thread_time() + LONGEST_SECONDS
-        for address, tensors in self.memories().items():
+        for address, tensors in memories.items():
             _in_time(end)
             first, version = tensors[0], max(map(version_of, tensors))
             count, floating = max(tensor.numel() for tensor in tensors), first.dtype.is_floating_point
@@ -184,16 +187,16 @@ def _effect(steps: _Steps) -> StepEffect:
 @dataclass(frozen=True)
 class _Taken:
     """Observations after each step but the first; the last is like an earlier one. `going_on` are addresses of single
-    numbers that nevertheless changed: they may count steps. `anew`: single numbers without a lasting address, recreated
-    in each step, changed too."""
+    numbers that nevertheless changed: they may count steps. `recreated`: single numbers that each step makes at a new
+    address changed as well."""
 
     history: list[list[_SeenMemory]]
     going_on: set[int]
-    anew: bool
+    recreated: bool
 
     def counts(self, tensor: _SeenMemory) -> bool:
         return tensor.address in self.going_on or (
-            self.anew and tensor.elements <= 1 and tensor.address not in self._lasting
+            self.recreated and tensor.elements <= 1 and tensor.address not in self._lasting
         )
 
     @cached_property
@@ -202,15 +205,15 @@ class _Taken:
 
 
 def _step_until_repeat(steps: _Steps) -> _Taken | None:
-    """Takes steps until one repeats an earlier result; None if none of a few does."""
+    """Takes steps until one repeats an earlier result; returns None if all of a few differ."""
     steps.take()
-    history = [steps.read_memory()]
     held = [steps.memories()]  # kept alive, or the next step's new tensors might get the same address and look alike
+    history = [steps.digest_memories(held[0])]
     while len(history) < _MOST_STEPS:
         if steps.seconds() > LONGEST_SECONDS:
             raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
-        history.append(steps.read_memory())
         held.append(steps.memories())
+        history.append(steps.digest_memories(held[-1]))
         for earlier in reversed(history[:-1]):
             if (going_on := _compare_steps(earlier, history[-1])) is not None:
                 return _Taken(history, *going_on)
@@ -242,9 +245,9 @@ def _count_digests(memories: Sequence[_SeenMemory], stayed: Mapping[int, object]
 
 
 def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
-    """Whether a step gives a new result once the `chosen` memories hold other numbers. What changes anyway is left out,
-    as are chosen memories which still hold their other numbers. With `results_too` these count: the step may work in
-    place.
+    """Whether a step gives a new result once the `chosen` memories hold other numbers. Numbers that change anyway are
+    left out, and so are chosen memories which still hold their other numbers. With `results_too` these count: the step
+    may work in place.
 
     A chosen memory may nevertheless be a result: before the first step it held by chance what the steps give, as fresh
     memory does where the previous state had its result, and torch did not count the writing.
@@ -284,7 +287,7 @@ def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
 
 
 def _idle(steps: _Steps) -> bool:
-    """Whether a step calls nothing of torch, and is too fast to do work that torch does not see."""
+    """Whether a step calls no torch operator, and is too fast to work outside of torch."""
     if calls_operators(steps.take) is not False:
         return False
     end, spent = time.monotonic() + LONGEST_SECONDS, 0.0
@@ -391,7 +394,7 @@ class Beginning:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def again(self) -> None:
-        """Restores the beginning. What earlier slots have made and left in the state is kept."""
+        """Restores the beginning, except for tensors that earlier slots have added to the state."""
         for first, copy in self._begun.values():
             put_back(first, copy)
         held = memories_of(self._state) if self._known else {}

@@ -166,7 +166,7 @@ def nothing_left_on_error() -> Iterator[None]:
 
 
 def _is_torchs(thread: threading.Thread) -> bool:
-    # tqdm's monitor sleeps beside progress bars; torch's compiler starts it if tqdm is installed.
+    # torch's compiler starts tqdm's monitor thread if tqdm is installed; it sleeps.
     modules = str(getattr(getattr(thread, "_target", None), "__module__", "")), type(thread).__module__
     if any(module.startswith(("torch", "tqdm._monitor")) for module in modules):
         return True
@@ -212,7 +212,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
     for pid in remaining:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # not ours: a child's child, say
+        with contextlib.suppress(ChildProcessError):  # for example a grandchild, which is not ours
             os.waitpid(pid, 0)
     return names
 

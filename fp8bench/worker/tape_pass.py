@@ -3,9 +3,9 @@
 The tape lists the operators of a step. A compiled function runs uncompiled for it, because the operators inside a fused
 kernel are not visible otherwise.
 
-Shares are measured on a CPU by timing each operator as it is called. On a GPU nobody waits for an operator, so torch's
-profiler gives the time of its kernels, each with the operator that launched it. A compiled step has no shares. The same
-steps also run unwatched, so that the cost of watching is in no share.
+On a CPU shares are measured by timing each operator call. On a GPU nobody waits for an operator, so torch's profiler
+gives the time of its kernels, each with the operator that launched it. A compiled step has no shares. The same steps
+also run unwatched, so that the cost of watching is in no share.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _operator_shares(steps: _SharedSteps, state: Any) -> Shares:
             steps.run(mode.phases)
         watched.append(calls)
         plain.append(steps.plain())
-    # The first of each warms up, unless there is no other.
+    # Drop the first of each, which warms up, if more follow.
     return shares_of(watched[1:] or watched, plain[1:] or plain)
 
 

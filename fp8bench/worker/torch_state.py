@@ -155,7 +155,7 @@ def cublaslt_version() -> int | None:
 
 def torch_build() -> dict[str, Scalar | None]:
     cudnn = torch.backends.cudnn
-    # Times depend on who makes the casts to FP8, which is another where triton is missing.
+    # Casts to FP8 come from different kernels with and without triton, so times depend on it.
     casts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
     return {
         "torch": str(torch.__version__),

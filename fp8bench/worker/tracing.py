@@ -84,7 +84,7 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
 def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: str) -> None:
     """Runs a slot of steps for a profiler around this process, with ranges by case, step and phase; raises CannotMark.
 
-    Warm-up steps come before it, so that the profiler sees nothing of them.
+    Warm-up steps run before, outside the profiled range.
     """
     for _ in range(WARM_UPS):
         step(SilentPhases())

@@ -86,7 +86,7 @@ def _try_precision(precision: Precision, facts: DeviceFacts, single: bool) -> st
 
 
 def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
-    """Returns the error of the three products of one layer, with the largest difference; '' if there is none."""
+    """Compares the three products of one layer with fp64; returns the error with the largest difference, or ''."""
     random = torch.Generator(facts.key).manual_seed(0)
 
     is_whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
@@ -98,7 +98,7 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
         ends = [decades * value for value in (down, across)]
         sizes = torch.logspace(-ends[0], ends[0], rows, device=facts.key)[:, None]
         sizes = sizes * torch.logspace(-ends[1], ends[1], columns, device=facts.key)
-        # Mostly of one sign, because an error is small beside terms that cancel.
+        # Mostly of one sign: terms that cancel would hide an error.
         return (torch.rand(rows, columns, generator=random, device=facts.key) - 0.1) * sizes
 
     # Along a contraction one operand grows as the other falls, so that every part of the sum counts.

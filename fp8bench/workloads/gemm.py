@@ -35,6 +35,7 @@ from fp8bench.protocols.axes import (
     one_of,
 )
 from fp8bench.registry import precisions, workloads
+from fp8bench.suggestions import meant_name
 
 if TYPE_CHECKING:
     import torch
@@ -241,8 +242,10 @@ class Gemm(Workload):
 
 def parse_shape(text: str) -> str:
     """Accepts '512' (a square), '1x2048x512' (M x N x K), a model, 'sweep:m' (sizes of M) and 'sweep' (all sides)."""
+    if text.lower() in MODELS:
+        return text.lower()
     if _is_model(text):
-        model_products(text)  # raises for sizes that are no model
+        model_products(text)  # raises for sizes that are not a model's
         return text
     name, colon, swept = text.partition(":")
     if name == "sweep":
@@ -252,7 +255,10 @@ def parse_shape(text: str) -> str:
     try:
         return parse_sides(text)
     except ValueError as error:
-        raise ValueError(f"{error}, sweep, or one of {', '.join(MODELS)}") from None
+        nearest = meant_name("model", text, MODELS)
+        hint = f"; the nearest is {nearest!r}" if nearest else ""
+        sizes = "hidden:4096/ffn:14336/heads:32/kv:8"
+        raise ValueError(f"{error}, sweep, {sizes}, or one of {', '.join(MODELS)}{hint}") from None
 
 
 def _is_model(shape: str) -> bool:

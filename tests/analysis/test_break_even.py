@@ -24,24 +24,24 @@ from tests.counts import counts, for_each
 from tests.runs import EMULATED, NATIVE, case, samples
 
 SIZES = tuple(1 << power for power in range(4, 15))
-# The logarithm of the speed-up over the octaves of the size.
+# log(speed-up) over log2(size).
 Curve = Callable[[float], float]
 
 
 def saturating(octaves: float) -> float:
-    """Slow while it is bound by its casts, and 30% faster in the end."""
+    """Bound by casts at small sizes, 30% faster at large ones."""
     return 0.3 * math.tanh((octaves - 9.7) / 2) + 0.02
 
 
 def hump(octaves: float) -> float:
-    """It pays in the middle alone."""
+    """Faster only at middle sizes."""
     return 0.3 - 0.05 * (octaves - 9.3) ** 2
 
 
 def sized(
     curve: Curve, sizes: Sequence[int] = SIZES, noise: float = 0.003, seed: int | None = None
 ) -> list[SizedRatio]:
-    """Ratios of times with 99% intervals of that standard error; with a seed they are off by as much."""
+    """Ratios with 99% intervals of that standard error; a seed adds noise of that size."""
     draws = np.zeros(len(sizes)) if seed is None else np.random.default_rng(seed).normal(0, noise, len(sizes))
     points = [-curve(math.log2(size)) + float(draw) for size, draw in zip(sizes, draws, strict=True)]
     ends = [[math.exp(point + side * 2.576 * noise) for side in (0, -1, 1)] for point in points]
@@ -81,9 +81,9 @@ def test_it_may_pay_in_the_middle_alone_dip_into_the_noise_or_leap() -> None:
     assert made.crossings == () and made.within_noise == (512,)
     assert [stretch.pays for stretch in made.stretches] == [True, None, True]
     assert 256 <= made.stretches[1].first < 512 < made.stretches[1].last <= 1024
-    made = found(sized(lambda octaves: min(0.0, 0.1 * (octaves - 12))))  # what lies beyond the last size is not known
+    made = found(sized(lambda octaves: min(0.0, 0.1 * (octaves - 12))))  # beyond the last size nothing is known
     assert [stretch.pays for stretch in made.stretches] == [False, None] and made.crossings == ()
-    # A library that takes another kernel from some size on: a straight line knows nothing of that size.
+    # From some size on the library uses another kernel, which a straight line cannot predict.
     (crossing,) = found(sized(lambda octaves: 0.3 if octaves > 9.1 else -0.1)).crossings
     assert (crossing.low, crossing.high) == (512, 1024)
 
@@ -136,7 +136,7 @@ def test_a_number_that_varies_alone_is_a_sweep() -> None:
 
 
 def group(size: int, fp8: int, support: Support = NATIVE) -> list[JudgedCase]:
-    """fp32 takes 900 us, bf16 400, fp8 so many: told with what their samples say."""
+    """fp32 takes 900 us, bf16 400 us, fp8 `fp8` us; includes intervals from samples."""
     records = [
         Record(
             case("gemm", mode, {"m": size}),

@@ -1,4 +1,4 @@
-"""What is said of cases, and of references, that are not what they say, from values and from recorded tapes."""
+"""Labels of cases and references that do not compute what they declare, from values and recorded tapes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
     ],
 )
 def test_above_ceiling(one: Record, reason: str | None) -> None:
-    """By FLOPs or by bytes, with a margin; without a bound, or without work, nothing is said. Emulated cases too."""
     expected = {Label.ABOVE_CEILING: reason} if reason else {}
     assert claims(one) == expected
     assert claims(replace(one, support=replace(one.support, level=Level.EMULATED))) == expected
@@ -88,7 +87,7 @@ OVER = "it declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
         (DID, {"bytes": 1999.0}, None, False),
         (DID, {"bytes": 5e3}, "it declares 4.88 KiB a step, its operators move 500 B", True),
         (DID, {}, None, False),
-        (UNKNOWN, {"flops": 1e4}, None, False),  # what has no formula may have done it
+        (UNKNOWN, {"flops": 1e4}, None, False),  # an op without a FLOP formula may account for it
         (UNKNOWN, {"flops": 240.0}, "it declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
         (replace(DID, unwritten=1), {"flops": 1e4, "bytes": 5e3}, None, False),
         (None, {"flops": 1e4}, None, False),
@@ -97,7 +96,7 @@ OVER = "it declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
 def test_declared_work_that_the_tape_contradicts(
     tape: Tape | None, work: dict[str, float], reason: str | None, hard: bool
 ) -> None:
-    """A tape that sees not all of a step says of a declared count only that it is too low."""
+    """If the tape covers only part of a step, only a declared count that is too low is a contradiction."""
     found = tuple(claims_of(replace(working(None, **work), tape=tape), None))
     assert [(one.label, one.reason, one.hard) for one in found] == [(Label.WORK_MISMATCH, reason, hard)] * bool(reason)
 
@@ -105,7 +104,7 @@ def test_declared_work_that_the_tape_contradicts(
 def test_tapes_without_work_and_products_of_other_formats() -> None:
     one = replace(working(None, bytes=5e3), tape=DID)
     assert claims(one) and not claims(replace(one, case=replace(one.case, ranks=2)))
-    # Unless what the step gives changes: then others than torch have done it.
+    # Unless the result also changes: then code outside torch did the work.
     idle = replace(working(None, flops=1e6), tape=Tape())
     assert claims(idle) == {Label.NO_WORK: "its steps call no operator of torch, and declare 1.00 MFLOP"}
     assert claims(replace(idle, effect=StepEffect(True))) == claims(replace(working(None), tape=Tape())) == {}
@@ -150,7 +149,7 @@ def test_products_in_another_precision(precision: str, products: Products, said:
         (error(0.25, 0.5), error(0.25, 0.5), LOW, "error_0, error_1 exactly fp32's"),
         (error(0.0, 0.5), error(0.0, 0.5), LOW, "error_0, error_1 exactly fp32's"),
         (error(0.25, 0.5), error(0.25, 0.6), LOW, None),
-        (error(0.0, 0.0), error(0.0, 0.0), LOW, None),  # data that all formats hold
+        (error(0.0, 0.0), error(0.0, 0.0), LOW, None),  # data that every format represents exactly
         ((), (), LOW, None),
         (error(0.25), error(0.25, 0.5), LOW, None),
         (error(0.25), error(0.25), None, None),
@@ -158,7 +157,7 @@ def test_products_in_another_precision(precision: str, products: Products, said:
     ],
 )
 def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products | None, said: str | None) -> None:
-    """To the last bit, where there are any; what memory they took is none. Suites without products are exempt."""
+    """Equal to the last bit is suspicious for any error but memory. Suites without products are exempt."""
     memory = Measurement("peak_memory", "B", (1.0,))
     reference = record(CALM, "fp32", is_reference=True, measurements=(*theirs, memory))
     one = record(CALM, "tf32", measurements=(*own, replace(memory, samples=(2.0,))), products=products)
@@ -176,7 +175,7 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
         ("bf16", {"product_error": 1e-5}, {}, True),
         ("tf32", {"product_error": 2e-5}, {}, False),
         ("mxfp4", {"product_error": 4e-3}, {}, True),
-        ("fp8", {"loss_error": 1e-9}, {}, False),  # a mean may be right by chance, but not to the last bit
+        ("fp8", {"loss_error": 1e-9}, {}, False),  # a mean may match by chance, but not to the last bit
         ("fp8", {"loss_error": 0.0}, {}, True),
         ("fp8", {"loss_error": 0.01, "gradient_error": 1e-9}, {}, True),
         ("fp8", {"vanished_share": 0.0}, {}, False),
@@ -187,7 +186,6 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
     ],
 )
 def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: dict[str, Any], told: bool) -> None:
-    """Of products that are of their formats: a doubt. A share that vanishes is no error."""
     given = tuple(Measurement(metric, "", (value,)) for metric, value in errors.items())
     one = record(CALM, mode, **{"products": LOW, "measurements": given, **more})
     assert [(label.label, label.hard) for label in claims_of(one, None)] == [(Label.FALLBACK, False)] * told
@@ -204,14 +202,14 @@ def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: di
     ],
 )
 def test_what_may_lie_on_a_grid_or_is_finer_in_parts_is_believed(params: Any, precision_map: Any, told: bool) -> None:
-    """An error of 2e-4 of fp8: all its values, or of its layers some, are rounded by less."""
+    """An fp8 error of 2e-4 is possible if values lie on the grid, or some layers round less."""
     one = record(CALM, "fp8", products=LOW, measurements=(Measurement("product_error", "", (2e-4,)),))
     case = replace(one.case, params=params, precision_map=precision_map)
     assert bool([*claims_of(replace(one, case=case), None)]) is told
 
 
 def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() -> None:
-    """A reference takes away the verdicts of those held against it, of those too that were measured with it alone."""
+    """A bad reference voids verdicts of all cases compared with it, also those measured only with it."""
     fast, slow = steady(5 * MS, 24), CALM
     reference = record(slow, "fp32", is_reference=True, control=slow)
     others = [record(fast, "bf16", products=LOW), record(fast, "fp16", products=HIGH)]
@@ -256,9 +254,9 @@ def product(flops: int, moved: int = 1000, operator: str = "mm", path: str = "fp
         (50, 20, product(10**9), "multiplies at 20% of what this machine does in its dtype, this case at 50%"),
         (5, 5, product(5 * 10**7), None),
         (5, 2, product(5 * 10**7), "multiplies at 10% of what this machine does in its dtype, this case at 25%"),
-        (5, 2, product(5 * 10**6), None),  # small ones are far below everywhere
+        (5, 2, product(5 * 10**6), None),  # values far below the range everywhere
         (50, 50, product(10**9, operator="convolution"), None),
-        (50, 50, product(10**9, moved=3 * 10**9), None),  # by its bytes it is at 60%
+        (50, 50, product(10**9, moved=3 * 10**9), None),  # at 60% by its bytes
     ],
 )
 def test_large_products_far_below_the_ceiling(took: int, own_took: int, tape: Tape, why: str | None) -> None:
@@ -270,7 +268,7 @@ def test_what_others_hold_up_or_rounding_moves_is_no_handicap() -> None:
     lead = steady(50 * MS, 24)
     lead = replace(lead, slots=tuple(replace(slot, cpu_seconds=slot.cpu_seconds / 2) for slot in lead.slots))
     assert Label.HANDICAP not in told(*pair(steady(50 * MS, 24), lead, product(10**9), product(10**9)))
-    # 2% of a sum is many roots of sums of squares.
+    # A sum that is 2% off is many root-sum-squares off.
     ones = GivenTensors((1000, 1000), 1, 1e6, 1e6)
     case, lead = pair(steady(MS, 24), steady(MS, 24))
     case = replace(case, products=Products(1, True, given=(replace(ones, total=1.01e6),)))
@@ -307,9 +305,9 @@ def multiplying(*dtypes: torch.dtype) -> Tape:
         (copying(10), copying(0), "moves 7.7 times the numbers that this case moves"),
         (copying(1), copying(0), "moves 40% of its numbers in copies that this case does not make"),
         (copying(1), copying(1), None),
-        (copying(1), copying(1, BF16), None),  # half of the bytes, of its copies too
-        (copying(0), copying(3), None),  # casts of its own make a case slower
-        (multiplying(BF16, FP32), multiplying(FP32, FP32), None),  # which is all wide
+        (copying(1), copying(1, BF16), None),  # half of the bytes, copies included
+        (copying(0), copying(3), None),  # custom casts make a case slower
+        (multiplying(BF16, FP32), multiplying(FP32, FP32), None),  # all of it wide
         (multiplying(FP32, FP32), multiplying(BF16, FP32), None),
     ],
 )
@@ -326,7 +324,7 @@ def test_products_of_a_reference_that_are_in_part_wider() -> None:
 
 
 def _threaded(one: Record, share: float) -> Record:
-    """Gives the thread of the steps this share of the process's time."""
+    """Sets the step thread's share of the process's CPU time."""
     assert one.timing is not None
     slots = [replace(slot, thread_seconds=share * slot.cpu_seconds) for slot in one.timing.slots]
     return replace(one, timing=replace(one.timing, slots=tuple(slots)))
@@ -363,7 +361,7 @@ def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, w
     if "seconds" in base and "seconds" not in own:
         lead = replace(lead, tape=replace(tape, operators=(*tape.operators, sorting)))
     case, lead = _threaded(case, 1.0), _threaded(lead, 1.0)
-    if "waits" in base:  # the thread's time as before: the process waited
+    if "waits" in base:  # same thread time: the process waited
         assert lead.timing is not None
         slots = [replace(slot, wall_seconds=slot.wall_seconds / 0.6) for slot in lead.timing.slots]
         lead = replace(lead, timing=replace(lead.timing, slots=tuple(slots)))
@@ -476,8 +474,8 @@ def asleep(share: float, waited: float | None = 0.0) -> Timing:
         (asleep(0.3), asleep(0.3), False),
         (asleep(0.3), asleep(0.0), False),
         (asleep(0.0), asleep(0.05), False),
-        (asleep(0.0), asleep(0.3, waited=0.3), False),  # others had its core
-        (asleep(0.0), asleep(0.3, waited=None), False),  # or may have had it
+        (asleep(0.0), asleep(0.3, waited=0.3), False),  # other programs had its core
+        (asleep(0.0), asleep(0.3, waited=None), False),  # other programs may have had it
     ],
 )
 def test_a_reference_that_sleeps(own: Timing, base: Timing, hard: bool) -> None:
@@ -494,7 +492,7 @@ OTHERS: list[tuple[GivenTensors, str, bool]] = [
     (replace(NUMBERS, squares=0.0), "the root mean square of fp32's 64 x 64 is 0, that of its own 1", True),
     (replace(NUMBERS, subnormals=819), "10% of fp32's numbers in 64 x 64 are subnormal, 0% of its own", True),
     (replace(NUMBERS, subnormals=8), "", False),
-    (replace(NUMBERS, tensors=3, squares=0.0), "", False),  # a copy in a format of its own, say
+    (replace(NUMBERS, tensors=3, squares=0.0), "", False),  # for example a copy in a custom format
     (GivenTensors((64, 32), 2, 0.0, 0.0), "", False),
 ]
 
@@ -511,7 +509,6 @@ def test_other_inputs(given: GivenTensors, why: str, hard: bool, level: Level) -
 
 
 def test_gradients_have_their_loss_scale_in_fp16_alone() -> None:
-    """Beside either of the two; what is another number of times as large is other inputs."""
     scaled = replace(NUMBERS, total=NUMBERS.total * 1024, squares=NUMBERS.squares * 1024.0**2)
     for times, mode, hard in ((scaled, "fp16", False), (scaled, "bf16", True), (NUMBERS, "fp16", False)):
         case = replace(record(steady(MS, 24), mode), products=Products(1, True, given=(times,)))
@@ -571,7 +568,7 @@ def taped(step: Step) -> Tape:
 
 
 def trained(again: bool) -> Tape:
-    """A step with a backward pass, that computes its forward pass again, or not."""
+    """A step with a backward pass; optionally recomputes its forward pass."""
     x, up, down = torch.ones(TOKENS, WIDTH), torch.ones(WIDTH, HIDDEN), torch.ones(HIDDEN, WIDTH)
     weights = [one.requires_grad_() for one in (up, down)]
 
@@ -614,7 +611,7 @@ def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work
 
 
 def test_recomputation_and_unknown_operators() -> None:
-    # As far as torch goes: nobody asks for the last product again.
+    # Backward does not need the last product's output, so torch does not recompute it.
     once, again = trained(again=False), trained(again=True)
     found = product_work(again, once)
     assert found.useful == product_work(once).useful and found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}

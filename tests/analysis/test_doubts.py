@@ -1,4 +1,4 @@
-"""Labels that several cases or arms tell: which sizes' times are flat, other clocks, places in the round."""
+"""Labels that need several cases or arms: times flat over sizes, different clocks, positions in the round."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FEW = Products(1, None, ("float32",), 10)
 
 
 def sized(n: int, flops: float, time: Any = STEP, **options: Any) -> Record:
-    """A case of a suite with one size; ten operators in a step."""
+    """A case of a suite with one size and ten operators in a step."""
     params = (("kind", options.pop("kind", "a")), ("n", n), *options.pop("params", ()))
     work = Work(flops, **{name: options.pop(name) for name in ("tokens", "bytes", "least_memory") if name in options})
     case = Case("mine", params, options.pop("precision", "fp32"), options.pop("device", "cpu"))
@@ -68,7 +68,7 @@ def test_twice_the_work_in_the_same_time_where_noise_would_not_hide_it() -> None
     assert flat(
         sized(64, 1e6, timing(*[(ns,) for ns in some])), sized(128, 8e6, timing(*[(ns + MS // 100,) for ns in some]))
     )
-    # A minimum over more calls would be lower for that alone.
+    # The minimum of more calls is lower by chance alone.
     calm = called(*[(10 * MS,) * 4] * 12)
     assert flat(sized(64, 1e6, calm), sized(128, 8e6, calm))
     slots = tuple(replace(slot, host_seconds=0.01) for slot in STEP.slots)
@@ -96,7 +96,7 @@ def test_time_that_grows_is_not_flat(share: float) -> None:
         (sized(64, 1e6, least_memory=9.0), sized(128, 8e6, least_memory=10.0)),  # more rows through the same weights
         (sized(64, 1e6), sized(128, 8e6, steady(10 * MS, EMULATED_ROUNDS - 1))),
         (sized(64, 1e6, products=None), sized(128, 8e6)),
-        (sized(64, 1e6, products=replace(FEW, operators=400)), sized(128, 8e6)),  # 10 ms are what so many take anyway
+        (sized(64, 1e6, products=replace(FEW, operators=400)), sized(128, 8e6)),  # 10 ms is the overhead alone
     ],
 )
 def test_what_is_not_held_against_each_other(small: Record, large: Record) -> None:
@@ -144,14 +144,14 @@ CLOCK_STEP = 15e6
 
 
 def clocked(clocks: Sequence[float | None]) -> Timing:
-    """A slot of a second for each of these clocks."""
+    """A slot of one second at each of these clock rates."""
     plain = steady(10 * MS, len(clocks))
     slots = zip(plain.slots, clocks, strict=True)
     return replace(plain, slots=tuple(replace(slot, wall_seconds=1.0, clock=clock) for slot, clock in slots))
 
 
 def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list[str]:
-    """Returns the reasons of the labels, which must all be hard."""
+    """Returns the reasons of the labels, after asserting that all are hard labels."""
     found = list(clock_offset(clocked(case), [clocked(entry) for entry in entries], "fp32"))
     assert all(one.label is Label.CLOCK_OFFSET and one.hard for one in found)
     return [one.reason for one in found]
@@ -163,7 +163,7 @@ def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list
         ([1.71e9] * 8, ([1.76e9] * 8,), True),
         ([1.76e9] * 8, ([1.71e9] * 8, [1.71e9] * 8), True),
         ([1.75e9] * 8, ([1.76e9] * 8,), False),
-        ([1.71e9] * 8, ([1.76e9] * 8, [1.68e9] * 8), False),  # the entries of the reference count alike
+        ([1.71e9] * 8, ([1.76e9] * 8, [1.68e9] * 8), False),  # entries of the reference count too
         ([1.71e9, 1.82e9] * 8, ([1.76e9] * 16,), False),
         ([1.71e9] * (LEAST_LOOKS - 1), ([1.76e9] * (LEAST_LOOKS - 1),), False),
         ([1.71e9] * 8, (), False),
@@ -179,7 +179,7 @@ def test_a_pair_is_void_above_one_percent(
 
 
 def test_a_clock_that_falls_for_all_is_no_offset() -> None:
-    """Rounds are paired: a device that slows down by a tenth slows both arms."""
+    """Rounds are paired: a device that slows down by 10% slows both arms."""
     falling = [1.98e9 * (1 - 0.1 * number / 23) for number in range(24)]
     assert not told(falling, [clock * 1.005 for clock in falling])
     assert told(falling, [clock * 1.03 for clock in falling])
@@ -193,9 +193,9 @@ def readings(draw: np.random.Generator, clock: float, noise: float, rounds: int)
 @pytest.mark.parametrize("rounds", sampled([12], [4, 12, 48]))
 @pytest.mark.parametrize("noise", sampled([0.003], [0.0, 0.003, 0.01]))
 def test_how_often_it_is_right(rounds: int, noise: float) -> None:
-    """Of 1,000 pairs each. Equal clocks, and 0.5% apart: at most 1 in 100 is void. 3% apart: found where readings tell.
+    """1,000 pairs each. Equal clocks or 0.5% apart: at most 1 in 100 is void; 3% apart: found.
 
-    12 rounds are what a plain command's first look at the samples has in half of its rounds.
+    12 rounds are half of what a plain command has at its first look.
     """
     draw = np.random.default_rng(17)
 
@@ -214,7 +214,10 @@ NOISES = ("gaussian", "one-sided", "spikes", "drift", "unlike")
 
 
 def measured(seed: int, arms: int, rounds: int, noise: str = "gaussian", leave: int = 0, **slow: float) -> list[Timing]:
-    """Arms in the orders that measuring draws; `leave` of them half-way. `slow` is by place ('p0') or arm and place."""
+    """Arms in the random orders of measuring; `leave` names arms that stop half-way.
+
+    `slow` maps a position ('p0'), or an arm and position, to a factor.
+    """
     draw, orders = np.random.default_rng(seed), Orders[int](random.Random(seed))
     slots: list[list[SlotSample]] = [[] for _ in range(arms)]
     for number in range(rounds):
@@ -234,7 +237,6 @@ def measured(seed: int, arms: int, rounds: int, noise: str = "gaussian", leave: 
 
 @counts(60, 2000)
 def test_noise_is_no_place(count: int) -> None:
-    """Whatever it is like: of so many honest groups at most 1 in 100 has one, up to chance in so many."""
     wrong = 0
     for seed in range(count):
         arms, rounds = (2, 3, 4, 6, 8)[seed % 5], (16, 24, 100)[seed // 5 % 3]

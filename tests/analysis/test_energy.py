@@ -1,4 +1,4 @@
-"""What windows say: joules of a step and of its phases, net of idling, for what it does, and against the reference."""
+"""Energy windows: joules per step and phase, net of idle power, per unit of work, and against the reference."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def test_a_step_takes_the_middle_of_its_windows() -> None:
 
 
 def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
-    """At 2 J and 10 ms a step, 82 W of idling are 0.82 J of it; its ends take either idle power."""
     found = energy_figures(record(use((2.0, 2.1, 2.2))))
     assert found is not None and found.net is not None and found.idle == IDLE + 1
     assert found.net.middle == pytest.approx(2.1 - 0.82)
@@ -95,7 +94,7 @@ def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str,
         ((4.0, 4.1, 4.05), Demand.MORE),
         ((3.0, 3.1, 3.05), Demand.UNCLEAR),
         ((3.02, 2.95, 3.09), Demand.UNCLEAR),
-        ((2.2, 2.7, 2.4), Demand.UNCLEAR),  # apart, and by less than they are wide
+        ((2.2, 2.7, 2.4), Demand.UNCLEAR),  # apart, but by less than their width
     ],
 )
 def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], demand: Demand) -> None:
@@ -103,7 +102,7 @@ def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], 
         energy_ratio(
             record(use((2.96,) * 3, uncertainty=unsure)), record(use((3.0,) * 3, uncertainty=unsure), is_reference=True)
         )
-        for unsure in (0.001, 0.005)  # windows that agree to the last digit are no better than their counter
+        for unsure in (0.001, 0.005)  # windows that agree exactly are still limited by the counter's resolution
     )
     assert exact is not None and rough is not None and (exact.demand, rough.demand) == (Demand.LESS, Demand.UNCLEAR)
     ratio = energy_ratio(record(use(own)), reference(3.10, 3.08, 3.13))
@@ -140,7 +139,7 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
     assert why_no_energy(record(None)) == "" and energy_figures(record(None)) is None
     assert why_no_energy(record(use((1.0,)))) == ""
     assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
-    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
+    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, for an unknown reason"
     base, own = (
         record(use(joules, source="instant"), is_reference=which)
         for joules, which in (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False))
@@ -155,11 +154,11 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
     ("median", "spread", "windows", "pace"),
     [
         (0.0100, 0.01, (0.0100, 0.0101, 0.0100), None),
-        (0.0090, 0.01, (0.0100, 0.0101, 0.0100), 10 / 9),  # a clock that a longer load does not keep
+        (0.0090, 0.01, (0.0100, 0.0101, 0.0100), 10 / 9),  # a clock that does not hold under longer load
         (0.0120, 0.01, (0.0100, 0.0101, 0.0100), 10 / 12),
-        (0.0099, 0.01, (0.0100, 0.0100, 0.0100), None),  # less than what counts as the same
-        (0.0090, 0.20, (0.0100, 0.0101, 0.0100), None),  # as far as slots lie apart
-        (0.0090, 0.01, (0.0090, 0.0100, 0.0110), None),  # as far as windows do
+        (0.0099, 0.01, (0.0100, 0.0100, 0.0100), None),  # less than the threshold for "same"
+        (0.0090, 0.20, (0.0100, 0.0101, 0.0100), None),  # the spread of slots
+        (0.0090, 0.01, (0.0090, 0.0100, 0.0110), None),  # the spread of windows
         (None, None, (0.01,), None),
         (0.0, None, (0.01,), None),
         (math.nan, None, (0.01,), None),
@@ -176,7 +175,6 @@ def test_steps_of_windows_that_take_another_time_than_in_slots(
 
 
 def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
-    """Two sides of three windows each of one distribution, with a counter that is better than their spread."""
     random = np.random.default_rng(7)
     found = []
     for _ in range(3000):
@@ -231,7 +229,7 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
 @for_each(
     ("energy", "why"),
     [
-        # Nobody asked, nothing could tell it, or all windows agree; a missing idle power spoils the net energy alone.
+        # Energy not requested, not measurable, or windows identical; missing idle power affects only net energy.
         (None, ""),
         (used(source="none", why="no GPU, and RAPL may be read by root only"), ""),
         (used(seen(1.0), seen(1.02), seen(0.99)), ""),
@@ -261,7 +259,7 @@ def test_unresolved(energy: EnergyUse | None, why: str) -> None:
     assert why_unresolved(energy) == why
 
 
-# A step of 10 ms: seconds and watts of its phases; it takes 3.03 J, and the rest of it idles at 82 W.
+# A 10 ms step of 3.03 J: seconds and watts by phase; the rest runs at idle power, 82 W.
 PHASES = {"gemm": (5e-3, 400.0), "cast": (1e-3, 100.0), "elementwise": (3.5e-3, 250.0), "optimizer_step": (1e-4, 600.0)}
 REST = 4e-4
 STEP = sum(seconds * watts for seconds, watts in PHASES.values()) + REST * 82.0
@@ -271,7 +269,7 @@ FINDING = Finding(CASE, Verdict.NONE, 0.01, 0.0101, 0.01, phases=tuple(SECONDS.i
 
 
 def phase(name: str, *factors: float, times: int = 300, why: str = "", stretch: float = 1.0) -> PhaseEnergy:
-    """Windows of a phase that give so many times its joules each."""
+    """Windows of a phase, each the given multiple of its joules."""
     seconds, watts = PHASES[name]
     windows = tuple(
         EnergyWindow(times, times * seconds * stretch, times * seconds * watts * one, 12, 0.004) for one in factors
@@ -352,7 +350,6 @@ def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: flo
 
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
 def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
-    """As on a machine that others use: phases and steps take 30% more, or less, from window to window."""
     asked = [
         PhaseEnergy(
             name,

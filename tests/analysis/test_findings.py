@@ -1,4 +1,4 @@
-"""Hard labels: who loses a verdict by them, who keeps it, whatever a file says of clocks, energy and a device."""
+"""Hard labels: which cases lose their verdict, for any clocks, energy and device facts in a file."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ def reference(timing: Timing = TEN, control: Timing | None = TEN, **options: Any
 
 
 def starved(timing: Timing) -> Timing:
-    """The same samples by a process that got a sixth of a core."""
+    """The same samples from a process that got a sixth of a core."""
     slots = [replace(slot, wall_seconds=6 * slot.cpu_seconds) for slot in timing.slots]
     return replace(timing, slots=tuple(slots))
 
 
 def enqueued(timing: Timing, host: float) -> Timing:
-    """The same samples, each step of which took the host so many seconds to enqueue."""
+    """The same samples; enqueueing each step took the host `host` seconds."""
     return replace(timing, slots=tuple(replace(slot, host_seconds=host) for slot in timing.slots))
 
 
 def test_a_time_that_the_host_set_gets_no_verdict() -> None:
-    """Nor what is held against it; where only some of the time is the host's, a large effect stands all the same."""
     lead, other = (
         record(one, precision=name, device="cuda:0", is_reference=name == "fp32", control=one)
         for one, name in ((TEN, "fp32"), (FIVE, "bf16"))
@@ -128,7 +127,7 @@ def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Rec
     finding = found(first, record(FIVE))["bf16"]
     assert (finding.verdict, finding.why) == (Verdict.UNSURE, f"the reference is labelled {why}{END}")
     assert finding.labels == () and len(finding.hard) == 1 and finding.ratio is not None
-    both = found(reference(starved(TEN), watch=HOT), record(FIVE, watch=HOT))["bf16"]  # what both have is said once
+    both = found(reference(starved(TEN), watch=HOT), record(FIVE, watch=HOT))["bf16"]  # a shared label is printed once
     assert both.why == f"labelled throttled (hw-thermal); the reference is labelled {FIFTH}{END}"
     assert both.hard == (Label.THROTTLED, Label.CONTENDED)
 
@@ -136,7 +135,7 @@ def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Rec
 def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
     spoilt = reference(starved(TEN), watch=HOT)
     assert found(spoilt, record(FIVE, paired_with=TEN, control=TEN))["bf16"].verdict is Verdict.FASTER
-    idle = reference(effect=IDLE)  # whenever it was measured
+    idle = reference(effect=IDLE)  # independent of when it was measured
     assert found(idle, record(FIVE, paired_with=TEN, control=TEN))["bf16"].hard == (Label.NO_WORK,)
     apart = found(reference(), record(FIVE, paired_with=starved(TEN)))["bf16"]
     assert apart.verdict is Verdict.UNSURE and apart.why == f"the reference is labelled {FIFTH}{END}"
@@ -157,7 +156,6 @@ def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
 
 
 def test_early_stopping_looks_at_samples_alone() -> None:
-    """What is starved and told apart from itself is decided as if it were not: rounds are not spent on it."""
     assert is_decided(starved(FIVE), starved(TEN), starved(TEN))
     assert is_decided(FIVE, TEN, steady(10_300_000, 24))
 
@@ -196,7 +194,7 @@ energies = st.builds(
 
 @st.composite
 def wild_records(draw: st.DrawFn) -> Record:
-    """Sixteen rounds of ten milliseconds with clocks, counters, energy and watch of any kind."""
+    """Sixteen rounds of 10 ms with arbitrary clocks, counters, energy and watch data."""
     timing = steady(10 * MS, 16)
     slots = [
         replace(
@@ -220,7 +218,6 @@ def wild_records(draw: st.DrawFn) -> Record:
 @settings(max_examples=25)
 @given(wild_records(), st.booleans())
 def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
-    """A verdict is either of the samples, which are alike here, or taken by labels that can take it."""
     calm = record(steady(10 * MS, 16), "fp32", is_reference=True, control=steady(10 * MS, 16), device=one.case.device)
     wild = replace(calm, watch=one.watch, timing=one.timing, energy=one.energy) if reference else calm
     findings = find([wild, one], {})

@@ -57,7 +57,7 @@ def labelled(
 
 
 def clocks(wall: Sequence[float], cpu: float = 0.01, host: float = 0.0, timing_: Timing = CALM) -> Timing:
-    """The same samples with other host and process clocks, slot by slot."""
+    """The same samples with other host and process clocks per slot."""
     slots = [
         replace(slot, wall_seconds=wall[number % len(wall)], cpu_seconds=cpu, host_seconds=host)
         for number, slot in enumerate(timing_.slots)
@@ -66,7 +66,7 @@ def clocks(wall: Sequence[float], cpu: float = 0.01, host: float = 0.0, timing_:
 
 
 def rising(share: float, rounds: int = 24) -> Timing:
-    """From 10 ms to so much more, evenly."""
+    """A linear rise from 10 ms by `share`."""
     return timing(*[(round(10 * MS * (1 + share * number / (rounds - 1))),) for number in range(rounds)])
 
 
@@ -76,25 +76,25 @@ SHORT = (("cast", 1e-6), ("gemm", 2e-6), ("attention", 0.0))
 @for_each(
     ("label", "one", "finding", "on"),
     [
-        # The A/A interval reaches further than 3%.
+        # The A/A interval extends beyond 3%.
         (Label.NOISY, record(CALM), {"floor": 0.031}, True),
         (Label.NOISY, record(CALM), {"floor": 0.03}, False),
         (Label.NOISY, record(CALM), {"floor": None}, False),
-        # All that took time is too short for its markers.
+        # Everything that took time is too short for its markers.
         (Label.BELOW_FLOOR, record(CALM), {"phases": SHORT, "below_floor": ("cast", "gemm")}, True),
         (Label.BELOW_FLOOR, record(CALM), {"phases": (SHORT[0], ("gemm", 2e-3)), "below_floor": ("cast",)}, False),
-        # However wide it is, a continuum has no two modes.
+        # Wide but continuous, so not bimodal.
         (Label.BIMODAL, record(rising(0.5)), {"reference": rising(0.5)}, False),
-        # There and back: the ends differ, the order does not.
+        # Up and down again: the ends differ, without a trend.
         (Label.DRIFT, record(timing(*[(10 * MS,), (12 * MS,)] * 12)), {}, False),
-        # Fewer rounds than a first look needs, where a time is read as a speed.
+        # Too few rounds for a first look; a time is a rate here.
         (Label.FEW_SAMPLES, record(steady(10 * MS, 23)), {}, True),
         (Label.FEW_SAMPLES, record(steady(10 * MS, 24)), {}, False),
         (Label.FEW_SAMPLES, record(steady(10 * MS, 8), level=Level.EMULATED), {}, False),
         # It shared no rounds with the reference.
         (Label.UNPAIRED, record(CALM, paired=True), {}, False),
         (Label.UNPAIRED, record(CALM, paired=False), {}, True),
-        # Its marks differed from call to call.
+        # The phase marks differ between calls.
         (Label.VARYING, record(CALM), {}, False),
         (Label.VARYING, record(replace(CALM, varying=True)), {}, True),
     ],
@@ -149,7 +149,6 @@ def test_launch_bound(host: float, device: str, reason: str | None, hard: bool) 
     ],
 )
 def test_aa_failed(low: float, high: float, rounds: int, on: bool) -> None:
-    """2% or more away from 1 on one side; an interval of fewer than ten rounds is not believed."""
     found = labelled(record(steady(10 * MS, rounds)), aa=Interval(1.03, low, high, 0.99))
     expected = [Labelled(Label.AA_FAILED, f"A/A 1.030x [{low:.3f}, {high:.3f}]", True)] if on else []
     assert [one for one in found if one.label is Label.AA_FAILED] == expected
@@ -192,7 +191,6 @@ def test_what_the_device_its_energy_and_its_memory_say() -> None:
     ],
 )
 def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool) -> None:
-    """Two clusters more than 5% apart, a fifth of the rounds in each; a few outliers are no mode."""
     slots = [(slow,) if number < slow_rounds else (fast,) for number in range(24)]
     slots = slots[::2] + slots[1::2]
     assert (Label.BIMODAL in labels(record(timing(*slots), level=level), timing(*slots))) == on
@@ -215,16 +213,15 @@ def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool)
     ],
 )
 def test_drift(case: Timing, reference: Timing | None, options: dict[str, object], on: bool) -> None:
-    """The ratio moves by more than 2% from the first third to the last; what both do together is no drift."""
     assert (Label.DRIFT in labels(record(case, **options), reference)) == on  # type: ignore[arg-type]
 
 
 @for_each("device", ["cpu", "cuda:0"])
 @for_each("level", [Level.NATIVE, Level.EMULATED])
 def test_eager_quantiser(level: Level, device: str) -> None:
-    """Some cast ran as many operations, whatever the reason; emulated cases say so too.
+    """Some cast ran eagerly, for whatever reason; emulated cases get the label too.
 
-    On a GPU it would be what makes a native format slow: there is no verdict.
+    On a GPU it would slow a native format: no verdict.
     """
     eager = replace(CALM, eager="--quick compiles nothing")
     hard = level is Level.NATIVE and device == "cuda:0"
@@ -237,8 +234,7 @@ WALL = 0.010
 
 
 def clocked(*slots: tuple[float, float | None, int | None, float | None]) -> Timing:
-    """Slots of 10 ms: processor time of the process and of the thread that runs the steps, as shares of it; how often
-    it was preempted, and seconds stolen."""
+    """10 ms slots with CPU time of process and step thread as shares, preemptions, and stolen seconds."""
     samples = [
         SlotSample(
             number,
@@ -292,20 +288,19 @@ def test_it_must_be_so_in_most_slots(late: int, on: bool) -> None:
 def test_of_several_threads_the_one_that_runs_the_steps_is_asked(
     thread: float | None, preempted: int | None, stolen: float | None, on: bool
 ) -> None:
-    """The process has more processor time than wall clock, as spinning threads do: it hides who was late.
+    """Spinning threads give the process more CPU time than wall time, which hides waiting.
 
-    The thread counts only if somebody took a core: here it was 2 ms late in each slot, half of which is 1 ms.
+    The step thread's waiting counts only if another program took a core: here 2 ms per slot, of which half counts.
     """
     assert is_contended(clocked(*[(1.8, thread, preempted, stolen)] * 8)) == on
     far = [is_contended(clocked(*[(1.3, share, 4, None)] * 8), FAR_AHEAD) for share in (0.19, 0.21)]
-    assert far == [True, False]  # whatever its neighbours burnt
-    # Preemptions of slots where it kept up are no evidence: it was late in the others by itself.
+    assert far == [True, False]  # independent of the neighbours' load
+    # Preemptions in slots without delay are not evidence: the delays in other slots are its fault.
     mixed = clocked(*[(1.8, 0.8, 0, 0.0)] * 5, *[(1.8, 1.0, 3, 0.0)] * 3)
     assert not is_contended(mixed) and disturbed_slots(mixed, AHEAD) == 0
 
 
 def test_stolen_time_comes_in_lumps_longer_than_a_slot() -> None:
-    """10 ms in one of eight slots that were 2 ms late each."""
     assert is_contended(clocked((1.8, 0.8, 0, 0.01), *[(1.8, 0.8, 0, 0.0)] * 7))
     assert not is_contended(clocked((1.8, 0.4, 0, 0.01), *[(1.8, 0.4, 0, 0.0)] * 7))
 
@@ -335,7 +330,6 @@ def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
     ],
 )
 def test_a_large_effect_is_not_perhaps(label: Label, point: float, floor: float | None, large: bool) -> None:
-    """At least three times the noise floor, either way; what is labelled for being something else stays in doubt."""
     ratio = Interval(point, 0.97 * point, 1.03 * point, 0.99)
     finding = replace(FINDING, verdict=Verdict.SLOWER, ratio=ratio, floor=floor, labels=(label,))
     assert finding.doubtful == (not large or label in OF_ANOTHER_KIND)
@@ -366,7 +360,7 @@ CHOSEN = 0x1 | 0x2 | 0x4 | 0x10 | 0x100
 
 
 def watch(throttle: int | None = 0, seconds: float = 10.0, **held: float) -> DeviceWatch:
-    """Looks that saw these bits, and seconds for which limits held ('hw_thermal' is hw-thermal)."""
+    """Readings with these throttle bits, and seconds per limit ('hw_thermal' is hw-thermal)."""
     named = tuple((name.replace("_", "-"), value) for name, value in held.items())
     return DeviceWatch(5, seconds, throttle, named)
 
@@ -403,10 +397,10 @@ def watch(throttle: int | None = 0, seconds: float = 10.0, **held: float) -> Dev
     ],
 )
 def test_throttled(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool) -> None:
-    """By bits: clocks that were chosen, and the power cap, are none; 0x8, 0x40 and 0x80 are the hardware's own.
+    """Bits 0x8, 0x40 and 0x80 are the hardware's; chosen clocks and the power cap do not count.
 
-    By counters: more than 0.5% of the time, 0.05 s here. 'thermal' has both kinds of heat in it: what software does
-    not explain is the hardware's.
+    Counters count above 0.5% of the time, 0.05 s here.
+    'thermal' covers both kinds; what software does not explain is the hardware's.
     """
     expected = [Labelled(Label.THROTTLED, ", ".join(reasons), hard)] if reasons else []
     assert [found for found in limits_of(one) if found.label is Label.THROTTLED] == expected

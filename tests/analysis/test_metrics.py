@@ -1,4 +1,4 @@
-"""What a run says of a case, figure by figure."""
+"""Figures of a case in a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runs import gemm, measured, transformer
 
 
 def told(run: Run, findings: object, mode: str) -> list[Metric]:
-    """Of the first case that ran in a mode."""
+    """The figures of the first case that ran in `mode`."""
     record = next(record for record in run.records if record.case.mode == mode and record.status is Status.OK)
     lead = next(one for one in run.records if one.is_reference and one.case.setting == record.case.setting)
     return list(metrics_of(record, findings[record.case.id], Reference(lead)))  # type: ignore[index]
@@ -29,7 +29,7 @@ def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
         assert len(set(keys)) == len(keys) and keys[0] == (STEP, None, "time")
         measured_as_is = {measurement.metric for measurement in record.measurements}
         assert {one.name for one in found if not one.unit} <= {"amax", *measured_as_is}
-        # A new figure has its name from the vocabulary, which no workload may take.
+        # A new figure takes its name from the vocabulary, which workloads may not use.
         own = measured_as_is - {specs.PEAK_MEMORY}
         assert all(map(reserved_name_reason, {one.name for one in found} - own)) and not any(
             map(reserved_name_reason, own)

@@ -1,4 +1,4 @@
-"""What each phase gains, from planted steps and from noise alone."""
+"""Gains by phase, from planted steps and from pure noise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES = ("cast", "gemm", "attention", "optimizer_step", "unattributed")
 
 
 def plant(milliseconds: Mapping[str, float], noise: float = 0.0, seed: int = 0) -> Timing:
-    """Rounds of a step whose phases take so long, with noise that only adds."""
+    """Rounds of a step with these phase times and noise that only adds."""
     extra = np.random.default_rng(seed).exponential(noise, (ROUNDS, len(PHASES)))
     seconds = np.array([milliseconds.get(phase, 0.0) for phase in PHASES]) * (1 + extra)
     return timing(*[tuple(map(int, step * MS)) for step in seconds], phases=PHASES)

@@ -1,4 +1,4 @@
-"""What several ranks took, hide behind products and gain over one, by values and by simulated rounds of known truth."""
+"""Times of several ranks: collectives, overlap with products, and gain over one rank, by values and simulation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def timing(*slots: SlotSample) -> Timing:
 
 
 def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
-    # Rank 1 sleeps 20 ms before a collective of 7: that lasts 27 on rank 0, and takes 7.
+    # Rank 1 sleeps 20 ms before a 7 ms collective, which lasts 27 ms on rank 0 but costs 7.
     found = timing(*(slot(number, (35, 27), (35, 7)) for number in range(5)))
     assert true_communication(found) == pytest.approx(7e-3)
     first, second = rank_times(found)
@@ -79,7 +79,6 @@ def test_memory_of_ranks_may_differ() -> None:
 
 
 def test_rates_are_those_of_nccl_tests() -> None:
-    """Bytes of the vector as it is sent over the slowest rank's median, times the factor; logical bytes beside it."""
     record = Record(
         case("collective", "bf16", {}),
         NATIVE,
@@ -95,7 +94,6 @@ def test_rates_are_those_of_nccl_tests() -> None:
 
 
 def test_a_bubble_is_what_nobody_computes_in() -> None:
-    """Two stages of 8 microbatches wait or send 4 of 20 ms; a way without microbatches has none."""
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
     assert bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
@@ -105,7 +103,6 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
 
 
 def test_an_interval_lies_between_rounds() -> None:
-    """By what coins do: of 5 all heads or all tails are 1 in 16; of 8 all but one at the most 18 in 256."""
     assert middle([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
     assert middle([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
     assert middle([1.0] * 4) is FEW and middle([]) is FEW and middle([1.0] * 5 + [math.nan]) is FEW
@@ -127,7 +124,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     faster = efficiency(scaled((10.0,) * 6, (5.0,) * 6, (4.0,) * 6))
     assert faster is not None and isinstance(faster.strong, Middle) and faster.strong.value == pytest.approx(1.25)
     assert efficiency(replace(made, scaling=None)) is None and sent_by_rank(replace(made, sent=())) == ()
-    # Medians of either side by itself would be of different rounds: 10 over twice 16 ms.
+    # Medians of each side alone would come from different rounds: 10 over twice 16 ms.
     slow = (1.0, 1.0, 1.0, 4.0, 4.0, 4.0)
     alone, together = tuple(10 * one for one in slow), tuple(6.4 * one for one in slow)
     found = efficiency(scaled(alone, alone, together))
@@ -157,8 +154,6 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
 
 @for_each(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
 def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, float]) -> None:
-    """Of quiet rounds nearly all are told and more than 90% of them right, on a machine that drifts by a fifth; a busy
-    one tells next to nothing."""
     source, found = random.Random(3), []
     for _ in range(TRIALS):
         drifts = [math.exp(0.2 * source.gauss(0, 1)) for _ in range(6)]
@@ -199,7 +194,7 @@ def test_overlap_is_never_cut_to_what_one_would_like() -> None:
 
 
 def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
-    """Its step is longer by what ranks wait for each other: 30 ms beside 8 ms of sending would be -275%."""
+    """The step includes ranks waiting for each other: 30 ms against 8 ms of sending would give -275%."""
     for microbatches in (None, 2):
         params = {} if microbatches is None else {"microbatches": microbatches}
         found = overlap_of(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
@@ -208,15 +203,15 @@ def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
 
 
 def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
-    # Both in turn took 1.34 times both alone: they disturb each other, and nothing follows.
+    # Running both in turn took 1.34 times the sum of both alone: they interfere, so no conclusion is possible.
     assert overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(OFF, OFF, pytest.approx(1.34, abs=0.01))
-    # Products alone took 51 ms and both at once 36: 254% would be hidden. A check sum sees nothing of it.
+    # Products alone took 51 ms and both together 36: 254% would be hidden. A checksum cannot notice.
     products, both = (51.0, 50.0, 52.0, 51.5, 51.0, 50.5), (36.0, 35.0, 37.0, 36.0, 36.5, 35.5)
     parts = Overlap(products, (9.7,) * 6, both, tuple(one + 9.7 for one in products))
     assert overlap_figures(parts) == OverlapFigures(SHORT, SHORT, pytest.approx(1.0))
     sending = Overlap((9.7,) * 6, products, both, tuple(one + 9.7 for one in products))
     assert overlap_figures(sending).hidden is SHORT
-    # Medians say that half of it hides; rounds say -49% to 149%. Of a long step exposed time is known all the same.
+    # Medians give 50% hidden, rounds give -49% to 149%. Exposed time of a long step is still known.
     both = tuple(one * 1e-3 for one in (32.1, 39.9, 40.0, 40.0, 40.1, 47.9))
     found = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
     assert found.exposed is WIDE_OVERLAP is found.hidden

@@ -1,4 +1,4 @@
-"""What bounds phases, what a precision could give at most, and vendors' peaks held against what cannot be."""
+"""Which ceiling bounds each phase, the largest possible gain, and checks of vendors' peaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 
 
 def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
-    """54 ms of products whose least is 38.34; 25 ms of 20 GB at 1 TB/s; 21 ms of 20,000 launches."""
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
     assert {phase: one.bound for phase, one in roofs.items()} == {
         "gemm": Bound.COMPUTE,
@@ -78,7 +77,6 @@ def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -
 
 
 def test_amdahl_by_hand() -> None:
-    """Of 100 ms products take 54, at fp8's ceiling 19.17: 1.53x at most. Kernels alone are 2x, with casts 54 / 35."""
     (lead, reference), (case, finding), (emulated, third) = results()
     gain = gain_of(case, finding, lead, reference)
     assert gain is not None
@@ -109,7 +107,7 @@ def test_the_figures_of_a_phase() -> None:
 
 
 def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: str = "", path: str = "bf16") -> Record:
-    """A step of 10 ms whose products are so many times what the device does in it."""
+    """A 10 ms step whose products are `times` what the device can do in it."""
     flops = int(times * 1e14 * 10e-3)
     tape = Tape(
         (OperatorCount("gemm", operator, flops=flops),),
@@ -140,9 +138,9 @@ def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: s
     ],
 )
 def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> None:
-    """By what was counted, nothing declared: a product that a compiler removed, say. No verdict.
+    """From counted, not declared work, for example a product that a compiler removed; no verdict.
 
-    Where the rate of a dtype is not known, by that of the fastest that it may be, 200 TFLOP/s.
+    For an unknown dtype the fastest possible rate applies, 200 TFLOP/s.
     """
     found = list(claims_of(one, None))
     assert [label.label for label in found] == [Label.ABOVE_CEILING] * above and all(label.hard for label in found)
@@ -154,7 +152,7 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
     [
         (PLAIN_MARGIN - 0.01, "fp32", "mm", False),
         (PLAIN_MARGIN + 0.01, "fp32", "mm", True),
-        (MARGIN - 0.01, "bf16", "mm", False),  # its best shape may not have been searched
+        (MARGIN - 0.01, "bf16", "mm", False),  # the search may have missed its best shape
         (MARGIN - 0.01, "fp32", "convolution", False),
         (MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
         (MARGIN + 0.01, "fp32", "convolution", True),
@@ -163,7 +161,6 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
 def test_plain_products_of_a_processor_have_a_margin_of_their_own(
     times: float, path: str, operator: str, above: bool
 ) -> None:
-    """In fp32, where its ceiling is known; what may take fewer products than are counted keeps the wide one."""
     rates = (*CEILING.rates, *(replace(rate, precision="fp32") for rate in CEILING.rates if rate.precision == "bf16"))
     one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
     assert [label.label for label in claims_of(one, None)] == [Label.ABOVE_CEILING] * above
@@ -172,7 +169,7 @@ def test_plain_products_of_a_processor_have_a_margin_of_their_own(
 
 
 def test_bytes_that_no_memory_moves_and_rates_that_differ() -> None:
-    # 3,530 GB/s of a card whose copies come to 864 at their fastest.
+    # 3,530 GB/s on a card whose fastest copy reaches 864.
     moved = PhaseCount("gemm", 0, int(3530e9 * 10e-3))
     one = replace(counted(0), tape=Tape(phases=(moved,)), ceiling=Ceiling(None, 864e9))
     (label,) = claims_of(one, None)
@@ -218,7 +215,7 @@ def test_of_a_compiled_step_the_products_are_checked() -> None:
 
 
 def test_of_a_compiled_step_only_products_bound_a_phase() -> None:
-    """Its bytes and launches are fewer than the tape's: whether they bound it nobody knows."""
+    """A compiled step has fewer bytes and launches than its tape, so their bounds are unknown."""
     (lead, reference), _, _ = results()
     assert lead.tape is not None
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
@@ -239,12 +236,12 @@ def test_of_a_compiled_step_only_products_bound_a_phase() -> None:
     assert roof.bound is None
 
 
-# How many times the products of the second a device does of the first, by how wide they are; and what may deviate.
+# Product rate of the second dtype relative to the first, by width, and the allowed deviation.
 RATIOS = {"fp16/bf16": 1.0, "bf16/tf32": 2.0, "fp8/bf16": 2.0, "fp6/fp8": 1.0, "fp4/fp8": 2.0}
 ROUNDING = 0.02
-# No vendor says more of operands with 2:4 structure than twice what it says of all others.
+# Vendors quote at most a factor of 2 for 2:4 sparsity.
 SPARSE = 2.0
-# What has been quoted in the wrong place: (device, path) -> TFLOP/s.
+# Peaks once quoted for the wrong entry: (device, path) -> TFLOP/s.
 MISQUOTED = {
     ("H200", "tf32"): 312.0,
     ("H100", "tf32"): 312.0,
@@ -252,7 +249,7 @@ MISQUOTED = {
     ("H200", "fp8"): 3958.0,
     ("TPU v5p", "fp8"): 459.0,
 }
-# Devices without units for a precision, by parts of their names.
+# Devices without units for a precision, by substrings of their names.
 _BEFORE_FP4 = ("A100", "H100", "H200", "GH200", "L4", "RTX 4090", "MI3[02]", "TPU", "Gaudi", "Max 1550")
 NO_UNITS = {
     "fp8": ("A100", "TPU v5", "Max 1550"),
@@ -269,7 +266,7 @@ def test_no_device_has_a_peak_of_what_it_has_no_units_for() -> None:
             assert not set(one.lacks) & set(one.dense)
 
 
-# Twice the widest step that any device has had from one path to the next wider one.
+# Twice the largest ratio between neighbouring paths of any device.
 FP32_TO_BF16 = 34.0
 
 

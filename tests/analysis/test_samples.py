@@ -1,4 +1,4 @@
-"""One sample a round: the fastest of its calls, cell by cell; and what turns of seconds say."""
+"""One sample per round: the fastest call, cell by cell; and figures from longer stretches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.runs import render_whole, run_of
 
 
 def slots(*rounds: Sequence[Sequence[int]], phases: Sequence[str] = ("cast", "gemm"), start: int = 0) -> Timing:
-    """A slot for each argument, which holds its calls, which hold their cells in nanoseconds."""
+    """A slot per argument; a slot is a list of calls, a call a list of cells in nanoseconds."""
     made = tuple(
         SlotSample(start + number, tuple(tuple(call) for call in calls), 1.0, 1.0)
         for number, calls in enumerate(rounds)
@@ -46,7 +46,7 @@ def test_a_round_is_the_fastest_cells_of_as_many_calls() -> None:
     assert step_samples(measured) == pytest.approx((11e-9, 12e-9))
     assert phase_samples(measured, "cast") == pytest.approx((1e-9, 5e-9))
     assert phase_samples(measured, "gemm") == pytest.approx((10e-9, 7e-9))
-    # A minimum of more calls is lower for that alone.
+    # The minimum of more calls is lower by chance alone.
     measured = slots([(9,), (5,), (1,)], [(8,), (6,)], phases=("gemm",))
     assert step_samples(measured) == pytest.approx((5e-9, 6e-9))
     assert phase_samples(steady(MS, 3), "cast") == ()
@@ -81,7 +81,7 @@ def test_the_phases_of_a_round_sum_to_its_step(measured: Timing) -> None:
 
 
 def test_no_figure_of_a_round_is_above_the_mean_of_its_calls() -> None:
-    """Both calls waited for a core, 36 of 43 ms: it was 21 ms beside a mean of 3.5. Phases keep their shares."""
+    """Both calls waited for a core 36 of 43 ms: the figure was 21 ms, the mean 3.5. Shares of phases are unchanged."""
     waiting = slots([(20 * MS, MS), (21 * MS, MS)], [(3 * MS, MS), (3 * MS, MS)])
     first, second = waiting.slots
     measured = replace(waiting, slots=(replace(first, waited_seconds=0.036), replace(second, waited_seconds=0.0)))
@@ -89,12 +89,12 @@ def test_no_figure_of_a_round_is_above_the_mean_of_its_calls() -> None:
     assert step_samples(measured) == pytest.approx((3.5e-3, 4e-3))
     assert phase_samples(measured, "gemm") == pytest.approx((3.5e-3 / 21, 1e-3))
     assert mean_sample(measured) == pytest.approx((3.75e-3,))
-    shorter = slots([(20,), (1,), (1,)], [(4,)], phases=("gemm",))  # the first call is all that each slot has
+    shorter = slots([(20,), (1,), (1,)], [(4,)], phases=("gemm",))  # each slot has only its first call
     assert step_samples(shorter) == pytest.approx((22e-9 / 3, 4e-9))
 
 
 def test_no_figure_of_a_round_is_far_below_its_threads_processor_time() -> None:
-    """The thread waited 6.1 ms between two calls, which is in no call's time: a figure of 72 us stood beside 430."""
+    """The thread waited 6.1 ms between two calls, outside any call's time: the figure was 72 us instead of 430."""
     (slot,) = slots([(437_000,)] * 9 + [(2_900_000,)], phases=("gemm",)).slots
     seconds = sum(map(sum, slot.calls_ns)) * 1e-9
     for thread, wanted in ((0.0068, 437e-6), (None, (seconds - 6.1e-3) / 10)):
@@ -116,7 +116,7 @@ def test_relative_time_is_by_common_round_and_both_entries() -> None:
     reference = replace(reference, control=Timing(Segments(("gemm",), (0,)), ()))
     assert relative_samples(case, reference) == pytest.approx((1.5,) * 3)
     assert relative_samples(*led(steady(1, 3, start=9), steady(1, 3))) == ()
-    # A clock of a microsecond may say so of a step that does nothing.
+    # A clock with microsecond ticks may read zero for an empty step.
     assert relative_samples(*led(timing((6,), (6,), (0,)), timing((0,), (4,), (4,)))) == pytest.approx((1.5, 0.0))
     case, reference = led(steady(6, 3, start=9), steady(100, 3), steady(100, 3))
     apart = replace(case, paired_with=steady(4, 3, start=9))
@@ -153,7 +153,7 @@ LOOKS = (ClockLook(0.0, 1.9e9, 50.0), ClockLook(4.0, 1.7e9, 60.0))
 def turns(
     *milliseconds: float, settled: Sequence[bool] = (), clock: float | None = None, watts: float | None = None
 ) -> tuple[SustainedTurn, ...]:
-    """Each of four chunks of 25 steps."""
+    """Four stretches of 25 steps each."""
     courses = [Settling(LOOKS, one, 8.0) for one in settled] or [None] * len(milliseconds)
     return tuple(
         SustainedTurn(25, (25 * one / 1e3,) * 4, course, clock, watts)
@@ -162,7 +162,7 @@ def turns(
 
 
 def pair(own: tuple[SustainedTurn, ...], base: tuple[SustainedTurn, ...], **options: Any) -> tuple[Record, Record]:
-    """A case and its reference, which took 5 and 10 ms in slots."""
+    """A case of 5 ms and its reference of 10 ms, both in slots."""
     reference = record(steady(10 * MS, 24), "fp32", is_reference=True, control=steady(10 * MS, 24), sustained=base)
     return record(steady(5 * MS, 24), sustained=own, **options), reference
 
@@ -207,7 +207,7 @@ def test_it_is_a_figure_of_its_own_and_a_table() -> None:
     assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
     run = run_of([reference, case])
     assert panels_of(run, findings)
-    assert "3, cannot be told" in " ".join(render_whole(run, findings, 120).split())
+    assert "3, unknown" in " ".join(render_whole(run, findings, 120).split())
 
 
 @pytest.mark.slow

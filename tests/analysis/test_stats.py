@@ -18,7 +18,7 @@ from tests.counts import for_each, sampled
 
 
 def naive_best(samples: Floats, drawn: Sequence[int]) -> float:
-    """As one would write it down: each segment's fastest quarter of the rounds drawn, their mean, added up."""
+    """The direct form: average each segment's fastest quarter of the drawn rounds, then add up."""
     total, many = 0.0, max(3, len(drawn) // 4)
     for segment in range(samples.shape[1]):
         fastest = sorted(samples[round_, segment] for round_ in drawn)[:many]
@@ -31,7 +31,7 @@ def counts(draws: Sequence[Sequence[int]], rounds: int) -> np.ndarray:
 
 
 def noisy(rng: np.random.Generator, best: float, *shape: int) -> Floats:
-    """Times as a shared machine gives them: noise only adds."""
+    """Times on a shared machine: noise only adds."""
     return best * (1 + rng.exponential(0.1, shape))
 
 
@@ -64,7 +64,6 @@ def test_resampled_sums_are_the_naive_bootstrap_s(rounds: int, segments: int) ->
 
 
 def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
-    """The short cut looks at the 29 fastest of 40; here they are never drawn, or too few of them are."""
     rng = np.random.default_rng(3)
     samples = noisy(rng, 1.0, 40, 2)
     ranking = np.argsort(samples[:, 0])
@@ -104,7 +103,7 @@ def test_the_interval_is_the_naive_bootstrap_s() -> None:
 def test_arms_of_other_segments_and_a_point_that_no_resample_reaches() -> None:
     found = ratio(np.full((8, 3), 2.0), [np.full((8, 2), 1.0)])
     assert found.point == pytest.approx(3.0) and found.low == pytest.approx(3.0)
-    # Each segment was fast in rounds of its own: all are never drawn together.
+    # The segments were fast in different rounds, which are never all drawn together.
     samples = np.full((36, 4), 2.0)
     for segment in range(4):
         samples[9 * segment : 9 * segment + 9, segment] = 1.0
@@ -124,7 +123,6 @@ def test_judging_the_same_samples_twice_gives_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize(("segments", "sided"), sampled([1], [(20, 1), (1, 1), (1, 2)]))
 def test_the_interval_rarely_misses_the_truth(segments: int, sided: int) -> None:
-    """100 simulated groups of 32 rounds at 99%, with noise that only adds, and with noise on both sides."""
     rng = np.random.default_rng(5)
     covered = 0
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Figures of a tape, from values, and operators of several beside each other."""
+"""Figures of one tape from values, and tables of operators of several tapes."""
 
 from __future__ import annotations
 

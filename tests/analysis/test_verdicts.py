@@ -43,7 +43,7 @@ def against_ten(case: Timing, control: Timing | None = None, level: Level = Leve
 
 
 def once(best: int, else_: int, rounds: int = ROUNDS) -> Timing:
-    """Three odd rounds, the first: some resamples miss them all."""
+    """Three outliers, in the first rounds: some resamples contain none."""
     return timing(*[(best,)] * 3, *[(else_,)] * (rounds - 3))
 
 
@@ -98,7 +98,7 @@ def test_steady_samples_have_plain_verdicts(nanoseconds: int, verdict: Verdict) 
 def test_one_odd_round_takes_a_verdict_away() -> None:
     finding = against_ten(once(9_000_000, 11_000_000), TEN)
     assert finding.verdict is Verdict.UNSURE
-    # From 0.9 to 1.1: one and a half half-widths of log(1.1 / 0.9) / 2, and the band.
+    # From 0.9 to 1.1: 1.5 half-widths of log(1.1 / 0.9) / 2, and the band.
     assert finding.why == "24 rounds, noise floor 0.0% (A/A): a difference of 16.8% or more would have been seen"
     assert finding.ratio is not None
     assert [finding.ratio.low, finding.ratio.high] == pytest.approx([0.9, 1.1])
@@ -110,7 +110,6 @@ def test_one_odd_round_takes_a_verdict_away() -> None:
 
 
 def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
-    """By 1.5% here, on either side; the reference is the geometric mean of both."""
     control = steady(10_150_000, ROUNDS)
     middle = 10e6 * math.sqrt(1.015)
     for ratio, verdict in (
@@ -137,14 +136,14 @@ def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, h
 
 
 def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
-    # A control with one odd round reaches 4% and clears nothing: a case 1% slower is still slower.
+    # A control with one outlier reaches 4% but is never evidence: a case 1% slower is still slower.
     finding = against_ten(steady(10_100_000, ROUNDS), once(9_600_000, 10_000_000))
     assert finding.verdict is Verdict.SLOWER
     assert finding.floor == pytest.approx(0.04)
     alone = found(record(TEN, "fp32", is_reference=True), record(steady(10_060_000, ROUNDS), "bf16"))
     assert alone["fp32"].floor is None and alone["bf16"].floor is None and alone["bf16"].verdict is Verdict.SLOWER
     assert aa_interval(TEN, None) is None and aa_interval(TEN, timing()) is None
-    # The three fastest rounds of one arm are 10% faster: the ratio of these would be 0.9, and its interval narrow.
+    # One arm's three fastest rounds are 10% faster: their ratio alone would be 0.9, with a narrow interval.
     burst = timing(*[(9 * MS,)] * 3, *[(10 * MS,)] * 45)
     finding = found(
         record(steady(10 * MS, 48), "fp32", is_reference=True, control=steady(10 * MS, 48)), record(burst, "bf16")
@@ -154,7 +153,6 @@ def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
 
 
 def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
-    """A case that left after 16 rounds is not charged with what the control did later."""
     control = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
     reference = record(steady(10 * MS, 2 * ROUNDS), "fp32", is_reference=True, control=control)
     findings = found(reference, record(TEN, "bf16"))
@@ -256,13 +254,13 @@ def test_a_minimum_over_more_calls_is_not_allowed() -> None:
     three = called(*[(10 * MS, 11 * MS, 8 * MS)] * ROUNDS)
     pair = compare(case, [two, three], 0.99)
     assert pair is not None and pair.point == pytest.approx(1.1)
-    short = called((12 * MS,), *[(12 * MS, MS)] * ROUNDS)  # a slot of one call leaves the first call of every slot
+    short = called((12 * MS,), *[(12 * MS, MS)] * ROUNDS)  # slots of one call still keep their first call
     interval = compare(short, [called(*[(10 * MS, MS)] * (ROUNDS + 1))], 0.99)
     assert interval is not None and interval.point == pytest.approx(1.2)
 
 
 def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
-    """The same 20 ms, cut into so many marks, on a machine that holds up each millisecond of them half of the time."""
+    """20 ms split into `parts` marks; the machine delays half of all milliseconds."""
     draw = np.random.default_rng(seed)
     slots = [
         [int(cut.sum()) for cut in np.array_split(MS * (1 + draw.integers(0, 2, 20)), parts)] for _ in range(rounds)
@@ -278,7 +276,7 @@ def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: p
 
 @for_each("parts", [10, 20])
 def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
-    """As a converted copy has beside a model as it came: by the best of each mark it would be a quarter faster."""
+    """As a converted copy next to an unconverted model: the best of each mark would make it 25% faster."""
     many, few, control = busy(parts, 1), busy(1, 2), busy(1, 3)
     marks = best_phases(many, whole=False)
     assert sum(seconds for _, seconds in marks) < 0.8 * sum(seconds for _, seconds in best_phases(few))
@@ -330,7 +328,6 @@ def test_phases_below_the_floor_are_named(overheads: Overheads | None, below: tu
 
 
 def test_an_early_decision_needs_more_than_a_final_one() -> None:
-    """1.5% of uncertainty is the same in the end, and reason to go on before it."""
     case = once(9_850_000, 10_000_000)
     conclusion = conclude(case, TEN, TEN)
     assert conclusion is not None and conclusion[0] is Verdict.SAME
@@ -343,7 +340,6 @@ def test_an_early_decision_needs_more_than_a_final_one() -> None:
 
 
 def test_a_clear_side_is_not_enough_to_stop_early() -> None:
-    """The ratio is wanted, too: 40 to 46% slower goes on, 40 to 44% and 4.00x to 4.25x are narrow enough."""
     for milliseconds, else_, stops in ((14, 14.6, False), (14, 14.4, True), (40, 46, False), (40, 42.5, True)):
         case = once(milliseconds * MS, round(else_ * MS))
         conclusion = conclude(case, TEN, TEN)
@@ -360,7 +356,7 @@ def test_the_smallest_ratio_is_the_fastest() -> None:
 
 
 def noisy(draw: np.random.Generator, rounds: int = 24) -> Timing:
-    """Steps of 10 ms with noise that mostly adds, as a shared machine has it."""
+    """10 ms steps with noise that mostly adds, as on a shared machine."""
     return timing(*[(round(10 * MS * (1 + one)),) for one in draw.exponential(0.05, rounds)])
 
 
@@ -376,7 +372,7 @@ def test_of_equal_candidates_the_first_figure_is_too_good_and_the_fresh_one_is_n
     for _ in range(200):
         reference, control, *candidates = (noisy(draw) for _ in range(10))
         chosen = find_fastest(candidates, reference, control)
-        if chosen is None:  # none was faster: nobody is named
+        if chosen is None:  # none was faster, so no cause is named
             continue
         first.append(speed_up(candidates[chosen], reference, control))
         fresh.append(speed_up(*(noisy(draw) for _ in range(3))))

@@ -1,7 +1,6 @@
-"""A package with the names of Transformer Engine and the arguments that its sources have, which computes by emulation.
+"""An emulated package with the names and arguments of Transformer Engine's sources.
 
-The real one cannot be imported without its CUDA libraries. What a class is given and its table
-has not is an error.
+The real package cannot be imported without CUDA libraries. An argument outside the table is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.backends.te_names import recorded
 
-# What computes like a recipe of its here.
+# Transformer Engine's recipe -> the recipe here that computes the same.
 MODES = {
     "Float8CurrentScaling": "fp8",
     "DelayedScaling": "fp8-delayed:history=4",
@@ -62,7 +61,10 @@ class Autocast(AbstractContextManager[None]):
 
 
 class Linear(nn.Module):
-    """Its weight is made on the device that it is told, and may be replaced; its recipe is the autocast's."""
+    """A linear layer whose weight is created on the requested device and may be replaced.
+
+    The recipe comes from autocast.
+    """
 
     def __init__(self, *sizes: int, **given: Any) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class Linear(nn.Module):
                 self.fp8_meta[key] = SimpleNamespace(amax_history=history, scale=torch.full((columns,), 2.0))
         if is_first_microbatch is None:
             return linear(inp, self.weight, self._arithmetic, SilentPhases())
-        if is_first_microbatch:  # it keeps the weight by the name of its operand
+        if is_first_microbatch:  # stores the weight by its operand's name
             operand, turned = self._arithmetic.cast_both(self.weight, Role.WEIGHT)
             self._kept = operand, turned or self._arithmetic.turn(operand, self.weight, Role.WEIGHT)
         return linear(inp, self.weight, self._arithmetic, SilentPhases(), self._kept)
@@ -165,7 +167,7 @@ def _recipe_class(name: str) -> type:
 
 
 class Quantiser:
-    """Keeps the codes along rows alone, as it is told before it casts; they are this package's own tensors."""
+    """Stores only row-wise codes, as set before the cast; the result is a tensor of this package."""
 
     def __init__(self, recipe: str, role: Role, device: torch.device) -> None:
         assert device.type == "cpu"
@@ -181,7 +183,7 @@ class Quantiser:
 
 
 class Quantised(NamedTuple):
-    """What a quantiser makes."""
+    """The output of a quantiser."""
 
     values: Tensor
 
@@ -216,13 +218,13 @@ def general_gemm(
     layout: str = "TN",
     use_split_accumulator: bool = False,
 ) -> tuple[Tensor, None, None, None]:
-    """B times A transposed, as its layers call it."""
+    """B times transposed A, as its layers call it."""
     assert layout == "TN" and isinstance(use_split_accumulator, bool)
     return (B.values.float() @ A.values.float().t()).to(out_dtype), None, None, None
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Puts the fake package in place of the real one; records calls of torch's CUDA autocast, which is missing here."""
+    """Installs the fake package and records calls of torch's CUDA autocast, which is missing here."""
     package, pytorch, common, recipe = (
         types.ModuleType(f"transformer_engine{name}") for name in ("", ".pytorch", ".common", ".common.recipe")
     )
@@ -243,7 +245,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     class Cuda(AbstractContextManager[None]):
         def __init__(self, kind: str, dtype: torch.dtype) -> None:
-            assert (kind, dtype) == ("cuda", torch.bfloat16)  # float32 weights need it there
+            assert (kind, dtype) == ("cuda", torch.bfloat16)  # required for float32 weights
 
         def __exit__(self, *raised: object) -> None:
             return None

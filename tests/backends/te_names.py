@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("te_names.txt")
-# Module of the wheel -> the classes that are called.
+# Module of the wheel -> classes that are called.
 MODULES = {
     "transformer_engine/pytorch/module/linear.py": ("Linear",),
     "transformer_engine/pytorch/module/layernorm_linear.py": ("LayerNormLinear",),
@@ -24,14 +24,14 @@ MODULES = {
     ),
 }  # fmt: skip
 ATTENTION = "transformer_engine/pytorch/attention/multi_head_attention.py"
-# What a block is made of, by attributes, and the modules that say so.
+# Attributes that make up a block, and the modules that read them.
 PARTS = {
     "TransformerLayer.self_attention": "transformer_engine/pytorch/transformer.py",
     "TransformerLayer.layernorm_mlp": "transformer_engine/pytorch/transformer.py",
     "MultiheadAttention.layernorm_qkv": ATTENTION,
     "MultiheadAttention.proj": ATTENTION,
 }
-# The pass in which a layer casts its weights, and keeps them for others.
+# The pass in which a layer casts its weights and caches them.
 FIRST = "is_first_microbatch"
 META = "transformer_engine/pytorch/module/base.py"
 
@@ -52,8 +52,8 @@ def derived(wheel: Path) -> str:
         ]
         lines += [f"part {name}" for name, module in PARTS.items() if _assigns(archive.read(module), name)]
         exported = ast.unparse(ast.parse(archive.read("transformer_engine/pytorch/__init__.py")))
-        public = [name for module in list(MODULES)[:5] for name in MODULES[module]]
-        lines += [f"exported {name}" for name in public if f"import {name}" in exported]
+        for module in list(MODULES)[:5]:
+            lines += [f"exported {name}" for name in MODULES[module] if f"import {name}" in exported]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -22,6 +22,7 @@ from fp8bench.worker.trial import wrong_product
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 from tests.formats.scaling_definitions import gaussian
+from tests.plans import cases_of
 
 DEVICES = [
     CPU,
@@ -53,7 +54,7 @@ def test_a_backend_introduces_itself(name: str) -> None:
 
 @for_each("facts", DEVICES, ids=lambda facts: facts.name)
 @for_each("name", backends.names())
-def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> None:
+def test_each_recipe_has_a_support_level_and_a_reason(name: str, facts: DeviceFacts) -> None:
     backend = backends.get(name)
     everything = here(facts, **{backend.package: "99.0"}) if backend.package != "torch" else facts
     for mode in RECIPES:
@@ -81,7 +82,9 @@ def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> N
         ("fp8-rowwise:scale=exact:backend=torchao", H200, Level.REFUSED, "the nearest is fp8-rowwise"),
     ],
 )
-def test_what_is_taken_and_why_not(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
+def test_a_backend_takes_its_recipes_and_names_why_it_refuses_others(
+    word: str, facts: DeviceFacts, level: Level, words: str
+) -> None:
     result = support(word, facts, torchao="0.18.0")
     assert result.level is level and words in result.reason
 
@@ -94,7 +97,7 @@ def test_a_missing_or_old_version_is_named() -> None:
     assert backends.get("torchao").missing("0.18.0+cu130") == "" == backends.get("torchao").missing("1.0rc1")
 
 
-def test_a_word_has_one_backend_and_auto_is_none() -> None:
+def test_a_mode_has_one_backend_and_auto_selects_none() -> None:
     assert precisions.canonical("fp8-delayed:backend=torch:margin=1") == "fp8-delayed:margin=1:backend=torch"
     assert precisions.canonical("fp8:backend=auto") == "fp8"
     with pytest.raises(UnknownName, match="Did you mean 'torchao'"):
@@ -107,7 +110,7 @@ def test_a_word_has_one_backend_and_auto_is_none() -> None:
 
 def cases(request: Request, facts: DeviceFacts) -> dict[str, tuple[Case, Support]]:
     plan = make_plan(request, (facts,))
-    return {case.case.mode: (case.case, case.support) for group in plan for case in group.cases}
+    return {planned.case.mode: (planned.case, planned.support) for planned in cases_of(plan)}
 
 
 def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
@@ -126,7 +129,7 @@ def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
     assert emulated[1].level is Level.EMULATED and emulated[1].backend == "emulated (torch 2.13.0)"
 
 
-def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
+def test_auto_keeps_names_and_reports_the_backend() -> None:
     for facts, backend in ((H200, "torch 2.13.0"), (CPU, "emulated (torch 2.13.0)")):
         result = cases(Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),)), facts)
         assert result["fp8"][1].backend == backend and result["fp8"][0].id.endswith("/fp8")
@@ -175,7 +178,7 @@ class FakeDeepGemm(ModuleType):
             values.append(
                 codes.float() * scale.repeat_interleave(gran, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
             )
-        # Rows times rows are added to a float32 sum, rows times squares written in bfloat16.
+        # Row-wise times row-wise adds to a float32 sum; row-wise times block-wise writes bfloat16.
         assert (c is d and d.dtype == torch.float32) if recipe[1] == 1 else (c is None and d.dtype == torch.bfloat16)
         total = values[0] @ values[1].t()
         d.copy_(total if c is None else c + total)
@@ -183,14 +186,13 @@ class FakeDeepGemm(ModuleType):
 
 
 def test_deepgemm_multiplies_our_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three products of a layer have the layouts that it wants, and the values of our emulation."""
     monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm("deep_gemm"))
     monkeypatch.setattr(FakeDeepGemm, "calls", [])
     precision = precisions.get("fp8-block:backend=deepgemm")
     theirs, ours = precision.arithmetic(H200), precisions.get("fp8-block").arithmetic(CPU)
     assert wrong_product(theirs, precision, CPU) == ""
     assert set(FakeDeepGemm.calls) == {(1, 128, 128), (1, 1, 128)}
-    a, b = gaussian(64, 640).bfloat16(), gaussian(96, 640, seed=5).bfloat16()  # five blocks: not whole tiles of scales
+    a, b = gaussian(64, 640).bfloat16(), gaussian(96, 640, seed=5).bfloat16()  # five blocks do not fill tiles
     results = [
         arithmetic.product(arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT), torch.bfloat16)
         for arithmetic in (theirs, ours)

@@ -38,7 +38,7 @@ def here(facts: DeviceFacts) -> DeviceFacts:
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake package, and a B200 whose tensors are on the CPU."""
+    """The fake package and a B200 whose tensors are on the CPU."""
     fake_te.install(monkeypatch)
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
 
@@ -67,17 +67,17 @@ def te(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp8", MI300X, Level.REFUSED, "runs on NVIDIA's GPUs"),
     ],
 )
-def test_what_it_takes_by_facts(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
+def test_its_recipes_depend_on_the_device(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
     result = precisions.get(f"{word}:backend=te").support(here(facts))
     assert result.level is level and words in result.reason
 
 
-def test_without_it_what_to_install_is_said() -> None:
+def test_a_missing_package_gives_the_command_that_installs_it() -> None:
     assert "pip install 'transformer-engine[pytorch]'" in precisions.get("fp8:backend=te").support(H200).reason
 
 
 @for_each(("axis", "value"), [("compile", "yes"), ("checkpointing", "blocks")])
-def test_what_its_layers_cannot_be_with_is_refused(axis: str, value: str) -> None:
+def test_options_that_its_layers_lack_are_refused(axis: str, value: str) -> None:
     request = Request("transformer", ("bf16", "fp8"), backend="te", axes=((axis, (value,)),))
     (group,) = make_plan(request, (here(H200),), "x")
     refused = next(case.support for case in group.cases if case.case.precision == "fp8:backend=te")
@@ -101,7 +101,7 @@ def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
 
 @pytest.mark.usefixtures("te")
 def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
-    """One autocast a layer would count each pass once a layer."""
+    """One autocast per layer would count each pass once per layer."""
     arithmetic = precisions.get("fp8-delayed:history=4:backend=te").arithmetic(here(B200))
     case = Case("mlp", (), "fp8-delayed", "cpu")
     setup = Setup(case, CPU, 0, arithmetic, arithmetic, {})
@@ -111,9 +111,8 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
     state.step(SilentPhases())
     assert fake_te.Autocast.left == before + 1 and not fake_te.Autocast.open
     scales = arithmetic.layer_scales()
-    assert [(item.layer, item.role) for item in scales] == [
-        (name, role) for name in ("up", "down") for role in ("input", "weight", "gradient")
-    ]
+    assert [item.layer for item in scales] == ["up"] * 3 + ["down"] * 3
+    assert [item.role for item in scales] == ["input", "weight", "gradient"] * 2
     assert scales[0].amax == float(state.inputs[0].detach().abs().max()) and scales[0].scale == 2.0
 
 
@@ -141,7 +140,7 @@ def test_its_fused_layers_are_the_operations_one_after_the_other(
 
 
 @pytest.mark.usefixtures("te")
-def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
+def test_its_block_computes_what_ours_does_and_marks_no_phase(corpus: Corpus) -> None:
     outcomes = []
     for word in ("fp8:backend=te", "fp8:backend=emulated"):
         arithmetic = precisions.get(word).arithmetic(here(B200))
@@ -161,7 +160,6 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("cut", ["linear", "block"])
 def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `recast`, and outside a step, they are cast in every pass."""
     called: list[bool | None] = []
     forward = fake_te.Linear.forward
 
@@ -188,7 +186,7 @@ def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monke
     assert all(torch.equal(*pair) for pair in zip(*result.values(), strict=True))
 
 
-def test_every_layer_takes_the_word_for_the_first_pass() -> None:
+def test_every_layer_accepts_the_argument_for_the_first_pass() -> None:
     lines = te_names.TABLE.read_text().splitlines()
     assert all(f"first micro-batch {name}" in lines for name in ("Linear", "LayerNormLinear", "LayerNormMLP"))
     assert "first micro-batch TransformerLayer" in lines
@@ -209,7 +207,7 @@ def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..
 
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("mode", MODES)
-def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_products_are_tried_before_they_are_timed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")
     assert Trials().wrong(case, here(B200)) == ""
     whole = fake_te.Linear.forward
@@ -222,7 +220,7 @@ def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch
 
 
 @for_each("error", [ImportError, RuntimeError, FileNotFoundError, OSError])
-def test_a_package_that_does_not_import_says_why(
+def test_a_package_that_does_not_import_gives_its_error(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "transformer_engine").mkdir()
@@ -236,8 +234,7 @@ def test_a_package_that_does_not_import_says_why(
 
 
 @pytest.mark.slow
-def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
-    """Derived again from the sources of that version, where they can be downloaded."""
+def test_the_table_equals_the_released_sources(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -261,7 +258,6 @@ def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
 
 @for_each("mode", ["fp8", "fp8-block", "mxfp8"])
 def test_its_casts_and_products_are_those_of_single_products(te: None, mode: str) -> None:
-    """Each quantiser has its role, and b is the operand that cuBLAS calls A: the product is that of our emulation."""
     ours = precisions.get(mode).arithmetic(CPU)
     theirs = precisions.get(f"{mode}:backend=te").arithmetic(here(B200)).separate()
     a, b = gaussian(64, 128).bfloat16(), gaussian(96, 128, seed=5).bfloat16()

@@ -24,7 +24,7 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.formats.scaling_definitions import gaussian
 
-IS_HERE = find_spec("torchao") is not None  # imported by the tests alone: it takes seconds
+IS_HERE = find_spec("torchao") is not None  # imported only by tests, because it takes seconds
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_HERE, reason="needs torchao, which is the backend")]
 PACKAGES = (("torchao", metadata.version("torchao")),) if IS_HERE else ()
 HERE = CPU.__class__(**{**vars(CPU), "packages": PACKAGES})
@@ -34,22 +34,25 @@ MODES = ("fp8", "fp8-rowwise", "fp8-rowwise:weight-gradient=bf16")
 def outcome(mode: str) -> list[Tensor]:
     torch.manual_seed(3)
     layer = Linear(128, 96, precisions.get(mode).arithmetic(HERE).layer("one"))
-    with torch.no_grad():  # rows of very different sizes: one scale a tensor is not as good as any other
+    with torch.no_grad():  # rows of very different sizes, so that one scale per tensor is worse
         layer.weight.mul_(torch.logspace(-4, 2, 96)[:, None])
     x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16).requires_grad_()
     y = layer(x, SilentPhases())
-    pulled = (gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)).to(y.dtype)  # small rows count as much as large
+    pulled = (gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)).to(y.dtype)  # small rows count as much
     assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
     return [y, *torch.autograd.grad(y, (x, layer.weight), pulled)]
 
 
 @for_each("mode", MODES)
-def test_its_layers_are_ours(mode: str) -> None:
-    """Up to bfloat16's rounding of the results. But for one: of `rowwise_with_gw_hp` the input gradient's weights have
-    one scale a tensor with torchao, and one a row here."""
+def test_its_layers_compute_what_ours_do(mode: str) -> None:
+    """Up to bfloat16 rounding.
+
+    Exception: for the input gradient of `rowwise_with_gw_hp` torchao uses one weight scale per tensor, fp8bench one per
+    row.
+    """
     theirs, ours = outcome(f"{mode}:backend=torchao"), outcome(mode)
     tolerances = [4e-3, 4e-3, 4e-3]
-    if mode.endswith("bf16"):  # under one scale the small rows are zeros
+    if mode.endswith("bf16"):  # with one scale the small rows become zero
         assert relative_frobenius(theirs[1].double(), ours[1].double()) > 0.1
         tolerances[1] = 0.5
     for result, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
@@ -59,7 +62,6 @@ def test_its_layers_are_ours(mode: str) -> None:
 
 @for_each("mode", MODES)
 def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
-    """Casts and products called one by one give what its layer gives, forward and both gradients."""
     arithmetic = precisions.get(f"{mode}:backend=torchao").arithmetic(HERE)
     weight = nn.Parameter(gaussian(96, 128) * torch.logspace(-4, 2, 96)[:, None])
     x, gradient = gaussian(64, 128).bfloat16().requires_grad_(), gaussian(64, 96, seed=5).bfloat16()
@@ -82,8 +84,8 @@ def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
-def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
-    """Scales that are powers of two agree bit for bit; for others torchao divides in fp64 and rounds once more."""
+def test_its_codes_and_scales_equal_ours(fmt: Format, scaling: Scaling) -> None:
+    """Power-of-two scales agree bit for bit; for other scales torchao divides in fp64 and rounds twice."""
     backends.get("torchao").imported()
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -121,13 +123,13 @@ def test_it_has_layers_and_no_products_and_draws_nothing() -> None:
     assert torch.equal(*states)
 
 
-def test_one_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_import_gives_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
     with pytest.raises(BackendMissing, match="torchao is installed and cannot be imported"):
         backends.get("torchao").imported()
 
 
-def test_what_it_warns_of_is_kept_back() -> None:
+def test_its_warnings_are_suppressed() -> None:
     before = logging.root.manager.disable, list(warnings.filters)
     backends.get("torchao").imported()
     assert (logging.root.manager.disable, list(warnings.filters)) == before

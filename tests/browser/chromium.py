@@ -21,7 +21,7 @@ from typing import Any
 Message = dict[str, Any]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# No browser of a test has business with anything but files: no name resolves, and what it does on its own is off.
+# Browsers in tests only read files: no name resolves, and background services are off.
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe",
     "--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update",
@@ -30,7 +30,7 @@ FLAGS = (
     "--lang=en", "about:blank",
 )  # fmt: skip
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-# A loaded machine is slow, not wrong.
+# Generous, because a loaded machine is slow.
 PATIENCE = 60.0
 
 
@@ -43,14 +43,14 @@ def executable() -> str | None:
 
 
 def _beyond_four(descriptor: int) -> int:
-    """Duplicates the file under a descriptor other than 3 and 4, which are the browser's own pipes."""
+    """Duplicates the file to a descriptor other than 3 and 4, which are the browser's pipes."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
     return moved
 
 
 class Browser:
-    """One browser process. Pages are opened in contexts of their own: they share nothing."""
+    """One browser process. Each page has a separate context, so pages share nothing."""
 
     def __init__(self, command: str, home: Path) -> None:
         its_input, self._input = (_beyond_four(one) for one in os.pipe())
@@ -113,7 +113,7 @@ class Browser:
         return message
 
     def close(self) -> None:
-        """Ends the browser and everything it started, by its process group."""
+        """Kills the browser and everything it started, by process group."""
         os.close(self._input)
         os.close(self._output)
         with suppress(ProcessLookupError):
@@ -123,7 +123,7 @@ class Browser:
 
 @dataclass
 class Tab:
-    """One page in a context of its own, and all messages from it."""
+    """One page in a separate context, with all its messages."""
 
     browser: Browser
     context: str
@@ -160,7 +160,7 @@ class Tab:
         ]
 
     def go(self, url: str) -> None:
-        """Loads an address, to the end of its own load event: that of the empty page before it may come late."""
+        """Loads an address and waits for that page's load event; an earlier page's event may arrive late."""
         loader = self.send("Page.navigate", url=url)["loaderId"]
         self.browser.wait("Page.lifecycleEvent", lambda told: (told["loaderId"], told["name"]) == (loader, "load"))
 
@@ -181,7 +181,7 @@ class Tab:
         return value
 
     def resize(self, width: int, height: int = 900) -> None:
-        """A narrow window is a telephone."""
+        """A narrow window emulates a telephone."""
         phone = width < 500
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
@@ -198,7 +198,7 @@ class Tab:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        """An element's middle once the window has come to rest, after two frames."""
+        """The middle of an element after scrolling has settled, which takes two frames."""
         x, y = self.run(
             f"""(async () => {{
                 const found = document.querySelector({json.dumps(selector)});

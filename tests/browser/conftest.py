@@ -1,4 +1,4 @@
-"""One browser for all tests; pages in contexts of their own."""
+"""One browser for all tests; each page has a separate context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = str(Path(__file__).parent)
     for item in items:
         if str(item.path).startswith(here):
-            item.add_marker("slow")  # a browser takes a second
+            item.add_marker("slow")  # starting a browser takes a second
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     command = executable()
     if command is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium), and this machine has none")
-    # It ends with this module: Chromium starts processes whenever it likes, which later tests would take for a step's.
+    # The browser ends with this module: Chromium starts processes at any time, which later tests could mistake for a
+    # step's.
     browser = Browser(command, tmp_path_factory.mktemp("browser"))
     try:
         yield browser
@@ -48,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def show(browser: Browser, files: dict[str, Path], tmp_path: Path) -> Iterator[Open]:
-    """Opens a page in a scheme of colours; closes it when the test is over."""
+    """Opens a page in a colour scheme; closes it after the test."""
     tabs = []
 
     def opened(name: str = "whole", scheme: str = "light") -> Tab:

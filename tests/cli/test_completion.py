@@ -1,4 +1,4 @@
-"""What `fp8bench completion` prints is loaded by the shells themselves, and completes what was begun."""
+"""Each shell loads the script that `fp8bench completion` prints, and completes partial words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.commands import Say
 
 shtab = pytest.importorskip("shtab")
 
-# What was typed, and what follows from it in each shell.
+# Typed text, and its completions in each shell.
 BEGUN = {
     "fp8bench sui": "suite",
     "fp8bench history regr": "regressions",
@@ -68,7 +68,7 @@ def test_bash(script: Path) -> None:
 
 @pytest.mark.parametrize("script", ["zsh"], indirect=True)
 def test_zsh(script: Path) -> None:
-    """In an interactive zsh, which completes nowhere else."""
+    """In an interactive zsh, the only place where zsh completes."""
     process, terminal = pty.fork()
     if process == 0:
         os.environ |= {"TERM": "dumb", "COLUMNS": "200"}
@@ -93,7 +93,7 @@ def answer(terminal: int, typed: str, until: str) -> str:
     shown, read, end = "", b"", time.monotonic() + 240
     while until not in shown and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
-            read += os.read(terminal, 65536)  # may begin or end within a letter, or a command to the terminal
+            read += os.read(terminal, 65536)  # may start or end inside a character, or be a terminal control sequence
             shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\b]", "", read.decode(errors="replace"))
     return shown
 

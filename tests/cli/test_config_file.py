@@ -26,10 +26,10 @@ Asked = Callable[..., tuple[Request, Path]]
 
 @pytest.fixture
 def asked(store: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """The request and store that a command line with this file asks for."""
+    """The request and store for a command line with this file."""
     caught: list[tuple[Request, Path]] = []
 
-    def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+    def execute(request: Request, store: Path, observer: Observer, command: str, **options: object) -> Run:
         caught.append((request, store))
         return Run("abc", "2026-01-01T00:00:00+00:00", command, request, Plan(()), Environment({}), (), finished=True)
 
@@ -62,7 +62,7 @@ def refused(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     return refuse
 
 
-# Text of a file, and the words that mean the same.
+# File contents and the equivalent command-line words.
 SAME = {
     "the suite alone": ("suite: gemm", "gemm"),
     "lists": ("suite: gemm\ndtypes: [fp8, bf16]\ndevices: [cpu]", "gemm --dtypes fp8,bf16 --devices cpu"),
@@ -143,7 +143,7 @@ def test_the_training_keys_of_a_file_that_is_off_ask_for_nothing(asked: Asked) -
 
 
 def test_every_option_is_a_key(store: Path) -> None:
-    """Except those that belong on the command line only."""
+    """Except options that only make sense on the command line."""
     command = commands_of(build_parser())["suite"]
     options = {word[2:] for action in command._actions for word in action.option_strings if word.startswith("--")}
     for name in options | {"suite"}:
@@ -155,7 +155,7 @@ def test_every_option_is_a_key(store: Path) -> None:
 
 
 def test_values_keep_their_text(store: Path) -> None:
-    """YAML would make True of yes, 1000.0 of 1e3, 342 of 5:42 and a date of 2026-01-01."""
+    """YAML alone would read yes as True, 1e3 as 1000.0, 5:42 as 342 and 2026-01-01 as a date."""
     options = commands_of(build_parser())["suite"]
     Path("my.yaml").write_text("set: {compile: yes, a: [1e3, 5:42, 2026-01-01, 0x10, ~x, no, 007, 1_000]}")
     assert read_config(Path("my.yaml"), options)["axes"] == [
@@ -181,7 +181,7 @@ BOTH = "suite: gemm\ndtypes: [fp8, bf16]\nseed: 5\nstore: kept\nset: {shape: [64
     ],
 )
 def test_the_command_line_wins(words: list[str], changes: dict[str, object], asked: Asked) -> None:
-    """Option by option and axis by axis, also with a value that is the option's default."""
+    """For each option and axis, even if the value equals the option's default."""
     plain, store = asked(BOTH)
     given, other = asked(BOTH, *words)
     assert {name: getattr(given, name) for name in changes} == changes
@@ -200,7 +200,7 @@ def test_the_name_may_not_be_left_out(refused: Callable[..., str]) -> None:
     assert "no suite was named" in refused("quick: true")
 
 
-# Content, and what the sentence says.
+# File contents and the expected message.
 REFUSED: dict[str, tuple[str | bytes, str]] = {
     "not a number": ("seed: 1\n\nrounds: many", "my.yaml: rounds: expected a whole number from 1, got 'many'."),
     "no seconds": ("budget: soon", "budget: expected a number of seconds above 0, got 'soon'"),
@@ -279,13 +279,13 @@ def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.Captu
 
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
-    """A resumed run takes everything from its own file."""
+    """A resumed run takes all options from its run file."""
     expected = "the run of --resume says what to measure and how, and gemm was given"
     assert expected in refused("suite: gemm", "--resume", "last")
 
 
 def test_the_files_values_are_defaults(store: Path) -> None:
-    """Parsing the words again finds them, and another parse does not grow the file's list."""
+    """Parsing the command line again finds them, and does not extend the file's lists."""
     Path("my.yaml").write_text("set: {shape: 1}\nimport: json")
     parser = build_parser()
     words = ["suite", "gemm", "--config", "my.yaml", "--set", "tokens=2", "--import", "csv"]

@@ -1,4 +1,4 @@
-"""--trace and --log through the door: what is refused, written, said, and kept."""
+"""--trace and --log on the command line: refusals, files, messages and stored runs."""
 
 from __future__ import annotations
 
@@ -61,28 +61,32 @@ def test_traces_of_every_case(store: Path) -> None:
 def test_a_profiler_is_started_around_the_same_command(
     store: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """--dry-run prints the command, which records nothing but marked slots and keeps its run in another store."""
+    """--dry-run prints the profiler's command, which records only marked slots and uses a separate store."""
     words = [*GEMM, "--trace", "ncu"]
-    monkeypatch.setattr(sys, "argv", ["fp8bench", *words, "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["a program that calls main"])
     assert main([*words, "--dry-run"]) == 0
     command = shlex.split(capfd.readouterr().out)
     options = "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p"
     started = ["ncu", *options.split()]
     assert command == [*started, sys.executable, "-m", "fp8bench", *words, "--trace", "nvtx", "--store", "fp8bench-ncu"]
-    monkeypatch.setattr(sys, "argv", ["fp8bench", *words])
     monkeypatch.setenv("PATH", str(store))
     assert main(words) == 2 and "ncu is not installed here" in capfd.readouterr().err
     store.mkdir(exist_ok=True)
     (store / "ncu").write_text('#!/bin/sh\necho "$@"\nexit 7\n')
     (store / "ncu").chmod(0o755)
-    assert main(words) == 7 and capfd.readouterr().out.split() == command[1:]
+    assert main(words) == 7
+    printed = capfd.readouterr()
+    assert printed.out.split() == command[1:] and "the run is stored in fp8bench-ncu; its times" in printed.err
     assert not list(run_files(store))
+    # A store that was asked for is the one.
+    assert main([*words, "--store", "mine", "--dry-run"]) == 0
+    assert shlex.split(capfd.readouterr().out)[-4:] == ["--store", "mine", "--trace", "nvtx"]
 
 
 def test_a_device_without_ranges_says_so_and_costs_no_case(store: Path) -> None:
     assert main([*GEMM, "--trace", "nvtx"]) == 0
     for record in the_run(store).records:
-        assert record.detail == "no trace: CannotMark: cpu devices have no NVTX ranges" and not record.trace
+        assert record.detail == "no trace: cpu devices have no NVTX ranges" and not record.trace
     with pytest.raises(UsageError, match="start your script or command under nsys"):
         fp8bench.run("gemm", set={"shape": [8]}, trace="nsys", quick=True, store=store)
 
@@ -114,7 +118,7 @@ def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(store: Path) 
 
 
 def test_a_finished_run_is_told_again_with_all_that_is_asked_for(store: Path, fp8bench: Say) -> None:
-    """With the exit code that it had; without a page that nobody asks for."""
+    """With its exit code, and without a page unless requested."""
     assert main([*GEMM]) == 0
     assert fp8bench("suite", "--resume", "last")[0] == 0 and not (store / "reports").exists()
     assert fp8bench("suite", "--resume", "last", "--html", "page.html", "--md", "page.md", "--csv", "rows.csv")[0] == 0
@@ -158,7 +162,10 @@ def test_what_fails_after_the_measuring_fails_no_run(
 def test_an_interrupt_leaves_what_there_is(
     interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After an interrupt while logging it says what is left to do; after one while measuring nothing is logged."""
+    """Interrupted while logging, the message names the remaining work.
+
+    Interrupted while measuring, nothing is logged.
+    """
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt

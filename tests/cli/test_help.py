@@ -1,4 +1,4 @@
-"""What --help leads with: commands by their verbs, examples that parse, a dozen options of many, and all of them."""
+"""How --help begins: commands with their verbs, valid examples, the dozen main options; --help-all has all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, commands_of, main
 from tests.counts import for_each
 
-# A command with more options has an order of its own.
+# A command with more options groups them.
 FEW = 16
 
 
@@ -73,7 +73,7 @@ def test_examples_are_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many() -> None:
-    """The wording of `--help` is in tests/golden."""
+    """Wording of `--help` is compared in tests/golden."""
     for name, parser in every_parser(build_parser()).items():
         others = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
         assert all(action.help for action in others), name

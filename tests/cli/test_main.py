@@ -42,18 +42,18 @@ NO_HISTORY = (
 def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(words)
-    except SystemExit as ended:  # argparse leaves this way after --help
+    except SystemExit as ended:  # argparse exits here after --help
         code = int(ended.code or 0)
     shown = capsys.readouterr()
     assert code == 0 and shown.out and not shown.err
 
 
-# What is typed, and what is said of it.
+# Command-line words and the expected message.
 REFUSED = """
 siute | Did you mean 'suite'
 suite gemm --dtype fp8 | Did you mean '--dtypes'
 history shwo | unknown command 'shwo'. Did you mean 'show'? Known: ack, list
---store x show last | Options stand behind the command. See `fp8be
+--store x show last | Options follow the command. See `fp8be
 history --store x list | unknown command 'x'. Known: ack, list, merge
 history list --grid | unknown argument '--grid'.
 history list --run | Did you mean '--runs'?
@@ -76,7 +76,7 @@ suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
 suite gemm,collective | suite collective needs 2 processes. Add --ranks 2
 suite colective | Did you mean 'collective'
-audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See
+audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable, also as file.py:function). See
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas
 train nano | Give --model nano.
@@ -177,19 +177,19 @@ def test_bad_input_is_one_sentence_and_code_2(
 def test_sentences_on_stderr_end_where_the_terminal_does(
     columns: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folded to COLUMNS or the terminal; without both, one line."""
+    """Wrapped to COLUMNS or the terminal width; without either, one line."""
     words = ("suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17")
     monkeypatch.setenv("COLUMNS", columns)
     code, _, folded = fp8bench(*words)
     *sentence, pasted = folded.splitlines()
     assert code == 2 and len(sentence) > 1 and max(map(len, sentence)) <= int(columns)
-    assert pasted.startswith("  fp8bench suite")  # to be copied, and so not folded
+    assert pasted.startswith("  fp8bench suite")  # meant for copying, so not wrapped
     monkeypatch.delenv("COLUMNS")
     assert fp8bench(*words) == (2, "", unfolded(folded))
 
 
 def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
-    """In this process, with the report named where it is written: it is not there when the table is printed."""
+    """In this process. The report's path is printed with the table, before the file exists."""
     code, table, err = unfolding(fp8bench)("suite", "gemm", *QUICK, "--no-isolation")
     (path,) = run_files(store)
     assert (code, err) == (0, f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n")
@@ -307,7 +307,7 @@ def test_other_ends(
     outcome: Run | BaseException, code: int, sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def execute(*arguments: object) -> Run:
+    def execute(*arguments: object, **options: object) -> Run:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -325,7 +325,7 @@ def test_other_ends(
     ],
 )
 def test_a_suite_that_ends_the_process_is_told(end: str, words: str, tmp_path: Path) -> None:
-    """Otherwise it would leave only its own exit code, which was that of success."""
+    """Otherwise only the suite's exit code would remain, which meant success."""
     lines = [
         "import os, sys",
         "from fp8bench.suites import Workload, workloads",
@@ -381,12 +381,12 @@ WORDS = st.sampled_from([
     "--dtypes=fp8", "--set=shape=8", "--budget=5", "--rounds=2", "/dev/null", ".",
     *sorted(every_option(build_parser())),
 ])  # fmt: skip
-# What a shell can pass: anything without NUL, lone surrogates (bytes that are no UTF-8) included.
+# Any argument a shell can pass: no NUL; lone surrogates (bytes that are not UTF-8) included.
 RANDOM = st.text(st.characters(exclude_characters="\0"), max_size=6)
 STARTS = st.sampled_from([["suite", "gemm"], ["suite", "transformer"], ["suite"], ["list"], ["show"], ["selftest"], []])
 
 
-def _fake_execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+def _fake_execute(request: Request, store: Path, observer: Observer, command: str, **options: object) -> Run:
     check_names(request)
     plan = make_plan(request, (CPU,), "text:00000000")
     return Run("abc", "2026-01-01T00:00:00+00:00", command, request, plan, Environment({}), (CPU,), finished=True)
@@ -394,7 +394,7 @@ def _fake_execute(request: Request, store: Path, observer: Observer, command: st
 
 @given(STARTS, st.lists(WORDS | RANDOM, max_size=6))
 def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest: list[str]) -> None:
-    """Only measuring is left out; parsing, planning and printing are real."""
+    """Only measuring is replaced; parsing, planning and printing are real."""
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.ExitStack() as stack,
@@ -410,10 +410,10 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(checks, "checks", lambda device: iter(()))
         patch.setattr(power, "measure_power", lambda *_: power.Arms("nothing", loads=[1.0]))
         patch.setattr(sys, "path", list(sys.path))
-        patch.chdir(stack.enter_context(tempfile.TemporaryDirectory()))  # --csv makes files
+        patch.chdir(stack.enter_context(tempfile.TemporaryDirectory()))  # --csv creates files
         try:
             code = main([*start, *rest])
-        except SystemExit as ended:  # argparse leaves this way after --help and --version
+        except SystemExit as ended:  # argparse exits here after --help and --version
             code = int(ended.code or 0)
     assert code in {0, 2, 3}
     assert "Traceback" not in err.getvalue()

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong: each mistake is answered by a sentence that names what was meant, and a line to paste."""
+"""Beginners' mistakes: each message names the intended word and a command to paste."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.suggestions import meant_name
 from tests.commands import ROOT, Say
 from tests.counts import for_each
 
-# What is typed | what the sentence says | the line to paste, without its first word; '' where the sentence has it.
+# Typed words | expected message | command to paste, without its first word; '' if the message contains it.
 MISTAKES = """
 suit transformer | unknown command 'suit'. Did you mean 'suite'? | suite transformer
 benchmark gemm | Did you mean 'suite'? | suite gemm
@@ -131,7 +131,7 @@ def test_a_class_is_no_kernel(store: Path, fp8bench: Say) -> None:
 
 
 def test_nothing_is_meant_by_a_word_that_is_like_no_name() -> None:
-    """A word of another tool counts only where its name is known, and what is known itself is not replaced."""
+    """Words of other tools count only if the name is known there, and valid words are never replaced."""
     assert meant_name("argument", "--batch-size", ["--batch", "--seed"]) == "--batch"
     assert meant_name("argument", "--batch-size", ["--set", "--seed"]) == "--set batch="
     assert meant_name("argument", "--batch-size", ["--seed"]) is None

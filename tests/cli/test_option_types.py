@@ -1,8 +1,4 @@
-"""What a word of the command line may be; and an option is declared once.
-
-A field with its option is a word of the command line, a key of a file of options, a keyword of a call, and checked by
-its rule.
-"""
+"""Types of values, and that one field with `option` is a flag, a key of config files and a keyword of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live line: when it shows, what it says, that it goes away and that it costs nothing."""
+"""The progress line: when it appears, its text, that it disappears, and that it costs no time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Screen(io.StringIO):
 
 
 class Clock:
-    """A clock that goes on when told."""
+    """A clock that advances only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -88,7 +88,7 @@ def line(screen: Screen, clock: Callable[[], float], columns: int = 120) -> RunP
 
 @as_before
 def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
-    """Two groups, each with rounds and passes after them."""
+    """Two groups, each with rounds followed by passes."""
 
     def working(case: Case, what: str, share: float = 0.0, after: float = 0.0) -> str:
         clock.now += after
@@ -132,7 +132,7 @@ def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None
 
 
 def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
-    """The last column stays free."""
+    """The last column stays empty."""
     for columns in range(1, 60):
         observer = line(screen, clock, columns)
         clock.now += 1
@@ -156,7 +156,7 @@ def test_a_closed_terminal_and_none_end_no_measurement(screen: Screen, clock: Cl
 def test_a_throttled_call_looks_at_the_clock_alone(
     screen: Screen, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs between slots of 8 ms: the next one must not wait for words, or for the terminal."""
+    """It runs between slots of 8 ms, which must not wait for formatting or the terminal."""
     observer = line(screen, clock)
     observer.working(CASES[0], "measuring", 0.5)
     for name in ("time_left", "columns_of", "printable"):
@@ -227,7 +227,7 @@ def test_counting_says_lines_where_stderr_is_no_terminal(
     monkeypatch.setattr(live.time, "monotonic", clock)
     monkeypatch.setattr(CountedLines.__init__, "__defaults__", (clock,))
     with TERMINAL.counting() as tell:
-        for done in range(2):  # a job of some seconds is silent
+        for done in range(2):  # a job of a few seconds prints nothing
             clock.now += 15
             tell(done, 4, "trainings", "training with fp8")
     assert capsys.readouterr().err.split(" trainings")[0] == "fp8bench: after 30 s, about 1 min 30 s left: 1/4"
@@ -265,7 +265,7 @@ def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
 
 
 def lines_on_terminal(written: str) -> list[str]:
-    """What a terminal shows of these bytes: it knows the few sequences that LiveBlock may use, and fails on others."""
+    """The visible lines after a terminal processes these bytes; fails on sequences that LiveBlock may not use."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
         if part == "\r":

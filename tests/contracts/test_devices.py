@@ -1,4 +1,4 @@
-"""What every kind of device promises; a new one is tested on the day it is added."""
+"""Contract of every device class; new devices are included automatically."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from fp8bench.worker.clock import PhaseClock, calibrate
 from tests.counts import for_each
 
 NAMES = devices.names()
-HERE = [(kind, facts) for kind in NAMES for facts in devices.get(kind).available()]
+HERE = []
+for name in NAMES:
+    HERE += [(name, facts) for facts in devices.get(name).available()]
 here = pytest.mark.parametrize(("kind", "facts"), HERE, ids=lambda value: getattr(value, "key", None))
 
 
@@ -21,7 +23,7 @@ def test_there_is_always_a_processor() -> None:
 
 
 @for_each("kind", NAMES)
-def test_what_is_available_says_what_it_is(kind: str) -> None:
+def test_available_devices_state_their_facts(kind: str) -> None:
     device = devices.get(kind)
     found = device.available()
     assert device.kind == kind and isinstance(found, tuple)
@@ -64,14 +66,13 @@ def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None
 
 @for_each("kind", NAMES)
 def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
-    """Whatever else goes wrong is a failure of the case."""
     device = devices.get(kind)
     for error in (ValueError("out of paper"), RuntimeError("size mismatch"), KeyError("x")):
         assert not device.is_out_of_memory(error)
 
 
 @here
-def test_looking_costs_little_and_is_known(kind: str, facts: DeviceFacts) -> None:
+def test_marks_and_stamps_take_less_than_a_millisecond(kind: str, facts: DeviceFacts) -> None:
     cost = calibrate(devices.get(kind), facts.index)
     assert 0 <= cost.marker_off < cost.marker_on < 1e-3 and 0 <= cost.stamp < 1e-3
     assert (cost.event_pair is None) == (kind == "cpu")
@@ -90,7 +91,6 @@ def test_a_phase_clock_runs_on_it(kind: str, facts: DeviceFacts) -> None:
 
 @here
 def test_it_counts_its_memory_or_says_that_it_cannot(kind: str, facts: DeviceFacts) -> None:
-    """A tensor that is gone again, above one that stays; a GPU's allocator may hand out more than was asked for."""
     meter = devices.get(kind).memory_meter(facts.index)
     if isinstance(meter, str):
         assert meter

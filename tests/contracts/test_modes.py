@@ -20,7 +20,7 @@ from fp8bench.workloads import optimizer
 from tests.counts import for_each, paired
 from tests.facts import CPU
 
-# Sizes that fill neither blocks nor the matrices that operands are rotated by.
+# Sizes that fill neither blocks nor rotation matrices.
 SMALL = {
     "accumulate": {"width": "40", "tensors": "3", "micro_batches": "3"},
     "attention": {"part": "layer", "sequence": "20", "heads": "2", "head_width": "12", "scores": "low"},
@@ -53,12 +53,12 @@ def case_of(workload: str, mode: str, corpus: Corpus) -> Case:
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimiser's error takes a thousand."""
+    """Trains a few steps; the optimizer's error needs a thousand."""
     monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)
 
 
 def pairs() -> Iterator[ParameterSet]:
-    """Every mode in some suite, and each of both in some pair; those that a suite has no constants for are left out."""
+    """Every mode in some suite, and each option of both in some pair; combinations without constants are left out."""
     for row in paired([*SMALL], MODES, *(("mlp", mode) for mode in MODES)):
         workload, mode = map(str, row.values)
         if workloads.get(workload).unit_scales or not precisions.get(mode).unit_scaled:
@@ -85,7 +85,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
 
 
 @for_each("mode", MODES)
-def test_a_mode_is_one_word_however_it_is_written(mode: str) -> None:
+def test_a_mode_has_one_canonical_name(mode: str) -> None:
     precision = precisions.get(mode)
     pairs = [(option, precision.chosen[option.name]) for option in precision.options]
     for turn in range(2):

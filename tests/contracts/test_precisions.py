@@ -1,4 +1,4 @@
-"""What every precision promises; a new one is tested on the day it is added."""
+"""Contract of every precision; new ones are included automatically."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ DEVICES = [
     DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
 ]
 NAMES = precisions.names()
-OPTIONS = [(name, option) for name in NAMES for option in precisions.get(name).options]
+OPTIONS = []
+for mode in NAMES:
+    OPTIONS += [(mode, option) for option in precisions.get(mode).options]
 
 
 def test_names_and_ranks_are_told_apart() -> None:
-    """The default reference is the lowest rank: two of one rank would make it a matter of luck."""
+    """The default reference has the lowest rank; with equal ranks the choice would be arbitrary."""
     ranks = [precisions.get(name).rank for name in NAMES]
     assert len(set(ranks)) == len(NAMES)
     assert min(zip(ranks, NAMES, strict=True))[1] == "fp32"
@@ -48,7 +50,9 @@ def test_a_precision_introduces_itself(name: str) -> None:
 
 @for_each(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
 def test_an_option_introduces_itself(name: str, option: Option) -> None:
-    known = [word for one in precisions.get(name).options for word in (one.name, *one.aliases)]
+    known: list[str] = []
+    for other in precisions.get(name).options:
+        known += [other.name, *other.aliases]
     assert len(set(known)) == len(known) and option.name in known
     assert option.name == option.name.lower() and not set("".join(known)) & set(" ,:={}/@'")
     assert option.description and "\n" not in option.description and not option.description.endswith(".")
@@ -108,7 +112,7 @@ def test_casting_changes_no_input_and_can_be_had_again(name: str) -> None:
                 assert torch.equal(x, before)
                 assert torch.equal(one.data.float(), two.data.float()) and one.data.shape == x.shape
                 turned = arithmetic.turn(one, x, role)
-                # Operands that are rotated are filled up to whole matrices first.
+                # Rotated operands are first padded to whole matrices.
                 rows, columns = turned.data.shape
                 assert rows == shape[1] and shape[0] <= columns < shape[0] + 16
                 assert turned.data.float().isfinite().all()

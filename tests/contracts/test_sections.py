@@ -1,23 +1,23 @@
-"""What every section of the report promises; a new one is tested on the day it is added."""
+"""Contract of every section of the report; new ones are included automatically."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain, product
 
 from hypothesis import given, settings
 
-from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.section import page_of, parts_of, sections
 from tests.counts import counts, for_each
-from tests.materials import LONG, Made, many, material, nothing, shapes, skipped, strange
-from tests.runs import gemm, measured, transformer, wild_runs
+from tests.materials import LONG, many, material, nothing, shapes, skipped, strange
+from tests.runs import Made, gemm, measured, transformer, wild_runs
 
 SECTIONS = sections()
-SHAPES = [{"m": m, "n": n, "k": 64} for m in (1, 64) for n in (64, 128)]
+SHAPES = [{"m": m, "n": n, "k": 64} for m, n in product((1, 64), (64, 128))]
 RUNS: dict[str, Callable[[], list[Made]]] = {
     "gemm": lambda: [gemm()],
     "transformer": lambda: [transformer()],
@@ -33,7 +33,7 @@ RUNS: dict[str, Callable[[], list[Made]]] = {
 
 
 def is_empty(element: Element) -> bool:
-    """Whether there would be nothing to see."""
+    """Whether the section shows nothing."""
     match element:
         case Text() | Code():
             return not element.text.strip()
@@ -48,7 +48,7 @@ def is_empty(element: Element) -> bool:
 
 
 def check(*made: Made) -> None:
-    """A page of these runs keeps every promise."""
+    """Asserts that a page of these runs meets the contract."""
     page = page_of(material(*made))
     assert page.title and page.subtitle and page.parts
     words = Counter(part.name for part in page.parts)
@@ -60,12 +60,13 @@ def check(*made: Made) -> None:
         tables = [element for element in part.elements if isinstance(element, Table)]
         for table in (*tables, *(numbers_table(element) for element in part.elements if isinstance(element, Chart))):
             assert all(len(row) == len(table.columns) for row in table.rows)
-    mains = [element for part in page.parts for element in part.elements if isinstance(element, Table) and element.main]
+    elements = chain.from_iterable(part.elements for part in page.parts)
+    mains = [element for element in elements if isinstance(element, Table) and element.main]
     assert len(mains) <= 1
 
 
 @for_each("name", SECTIONS)
-def test_a_section_says_what_it_is(name: str) -> None:
+def test_a_section_has_a_name_and_a_title(name: str) -> None:
     section = SECTIONS[name]
     assert section.name == name and section.title and section.elements.__name__ == f"{name.replace('-', '_')}_section"
 
@@ -80,7 +81,7 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
     check(*RUNS[runs]())
 
 
-def test_names_stay_as_they_are() -> None:
+def test_names_are_shown_unchanged() -> None:
     assert LONG in str(SECTIONS["phases"].build(material(strange())))
 
 
@@ -92,5 +93,5 @@ def test_many_cases_build(count: int) -> None:
 
 @settings(max_examples=12)
 @given(made=wild_runs())
-def test_whatever_a_run_holds_the_page_stands(made: tuple[Run, dict[str, Finding]]) -> None:
+def test_whatever_a_run_holds_the_page_stands(made: Made) -> None:
     check(made)

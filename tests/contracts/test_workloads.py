@@ -1,4 +1,4 @@
-"""What every workload promises; a new one is tested on the day it is added."""
+"""Contract of every workload; new ones are included automatically."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
 from tests.counts import for_each, paired, sampled
 from tests.facts import CPU, H200
+from tests.plans import cases_of
 
-# Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
+# Parameters that keep known workloads small; a workload that is not listed uses its CPU defaults.
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "accumulate": (("width", ("64",)), ("tensors", ("3",))),
     "attention": (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",))),
@@ -70,15 +72,15 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     ),
 }  # fmt: skip
 NAMES = workloads.names()
-QUICK = ("optimizer",)  # whose whole grid is measured each time; the others' where slow tests are asked for
-# Errors that a workload has and does not follow: SQNR is better when higher, which asv cannot know; the rest says
-# again, or only describes, what the followed ones say.
+QUICK = ("optimizer",)  # whole grids always run; grids of the others run as slow tests
+# Errors that are deliberately not tracked: SQNR is better when higher, which asv cannot express; the others repeat or
+# only describe tracked ones.
 UNFOLLOWED = {
     "attention": {"scores_bytes"},
     "diffusion": {
         "evaluations",
-        *(f"{kind}_step{step}_error" for kind in ("free", "free_floor", "single", "single_floor")
-          for step in range(1, 9)),
+        *(f"{kind}_step{step}_error"
+          for kind, step in product(("free", "free_floor", "single", "single_floor"), range(1, 9))),
     },
     "early_exit": {"exits_differ_percent", "mean_depth"},
     "moe": {
@@ -92,14 +94,14 @@ UNFOLLOWED = {
     },
     "transformer": {"scores_bytes"},
 }  # fmt: skip
-# More of it is neither better nor worse.
+# Figures for which neither direction is better.
 UNORDERED = ("utilisation_percent",)
 ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 WHERE = for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
 
 
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
-    """The first case of the smallest setting, as the plan makes it."""
+    """The first case of the smallest setting, as the plan creates it."""
     request = Request(name, (precision,), ("cpu",), axes=SMALL.get(name, ()))
     planned = make_plan(request, (CPU,), corpus.identity).groups[0].cases[0]
     if planned.skip:
@@ -108,7 +110,7 @@ def smallest(name: str, precision: str, corpus: Corpus) -> Case:
 
 
 def precisions_of(name: str, corpus: Corpus, *wanted: str) -> list[str]:
-    """Those of the wanted precisions that the workload's smallest case can run in."""
+    """The requested precisions that support the workload's smallest case."""
     plan = make_plan(Request(name, wanted, ("cpu",), axes=SMALL.get(name, ())), (CPU,), corpus.identity)
     return [planned.case.precision for planned in plan.groups[0].cases if planned.runs]
 
@@ -134,7 +136,7 @@ def test_every_axis_has_defaults_that_parse(name: str, facts: DeviceFacts) -> No
 
 def default_cases(name: str, facts: DeviceFacts) -> list[Params]:
     plan = make_plan(Request(name, ("fp32",)), (facts,), "text:00000000")
-    return [planned.case.params for group in plan for planned in group.cases]
+    return [planned.case.params for planned in cases_of(plan)]
 
 
 @WHERE
@@ -169,7 +171,7 @@ def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, fact
 
 @for_each("name", NAMES)
 def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus, bench: Bench) -> None:
-    """And no other does: a name that a plan takes and no layer answers to would change nothing."""
+    """No other layer does either: a layer name in the plan that no layer has would change nothing."""
     case = smallest(name, precisions_of(name, corpus, "fp32", "bf16")[0], corpus)
     setup, asked = bench._setup(case, CPU), []
 
@@ -196,10 +198,6 @@ def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFact
 
 @pytest.mark.parametrize(("name", "precision"), paired(NAMES, ["fp32", "bf16", "nvfp4", "fp8"]))
 def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
-    """With the same marks in every step, which ends outside all phases (the clock would refuse it else).
-
-    The state is sound afterwards, and can be given back.
-    """
     case = smallest(name, precision, corpus)
     bench.prepare("one", case, CPU)
     try:
@@ -214,16 +212,14 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
         assert bench.release("one") == ()
 
 
-# What their steps give goes with the step, in every precision that remembers nothing of it: nobody can look at it.
+# Workloads that keep no step results, in any precision without state, so that results cannot be inspected.
 GIVE_NOTHING_THAT_STAYS = frozenset(
     {"attention", "cast", "conv", "diffusion", "early_exit", "gemm", "mlp", "moe", "norm_act", "numerics"}
 )
 
 
 @pytest.mark.parametrize(("name", "precision"), paired(NAMES, ["bf16", "fp8", "fp8-delayed"]))
-def test_steps_are_seen_to_do_something_or_there_is_a_reason(
-    name: str, precision: str, corpus: Corpus, bench: Bench
-) -> None:
+def test_steps_have_a_visible_effect_or_a_reason(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
     found = bench.effect(smallest(name, precision, corpus), CPU)
     if name in GIVE_NOTHING_THAT_STAYS and precision != "fp8-delayed":
         assert found == StepEffect(None, "none of its results is kept in its state, or returned")
@@ -236,8 +232,7 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same again for the same seed; NaN would be a bug, an empty answer is allowed."""
-    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand take a second each
+    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand steps take a second each
     runnable = precisions_of(name, corpus, "fp32", "bf16", "nvfp4")
     first, *_, last = runnable
     found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in runnable}
@@ -252,7 +247,7 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(
         elif metric.endswith("_error"):
             assert better < worse
         elif metric.endswith(("_vanished", "_percent")) and metric not in UNORDERED:
-            assert better <= worse  # it may be none in both
+            assert better <= worse  # both may be None
 
 
 @for_each("name", NAMES)
@@ -264,10 +259,12 @@ def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, 
     for one in found:
         assert one.kind and one.count > 0 and math.isfinite(one.amax)
         above = [share for _, share, _ in one.outside]
-        assert above == sorted(above) and all(0 <= share <= 1 for _, *shares in one.outside for share in shares)
+        assert above == sorted(above)
+        for _, *shares in one.outside:
+            assert min(shares) >= 0 and max(shares) <= 1
 
 
-# One without scales and one with scales of blocks each time; the others, and recipes with options, at night.
+# One mode without scales and one with block scales always run; the others, and recipes with options, run nightly.
 LOW = ("bf16", "nvfp4")
 OTHERS = (
     "fp8:scale=pow2",
@@ -295,7 +292,7 @@ def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpu
             else:
                 assert products.low or not products.count, f"{case.id}: {products}"
                 looked += products.count
-    # tf32 has no high ones, and two suites alone unit-scale.
+    # tf32 has no wide operands, and only two suites have unit scales.
     assert looked == {"fp32": 0, "fp16": 10, "tf32": 16, "bf16": 12, "fp8-unit": 2}.get(precision, 14)
 
 
@@ -312,8 +309,7 @@ def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, ben
 
 @pytest.fixture(scope="module")
 def short_trainings() -> Iterator[None]:
-    """What a case of a grid trains for its error is as long as its parameters say: which errors there are, a few steps
-    tell."""
+    """Shortens the trainings behind errors: a few steps show which errors exist."""
     whole, few = Learning.axes, {"steps": ("4",), "draws": ("1",)}
 
     def axes(self: Learning, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -328,7 +324,7 @@ def short_trainings() -> Iterator[None]:
 def grid_of(
     tmp_path_factory: pytest.TempPathFactory, short_trainings: None, short_slots: None
 ) -> Callable[[str], tuple[Grid, Run]]:
-    """What a workload declares, and that measured on the processor by the whole pipeline: few rounds, all passes."""
+    """The workload's declared grid, and its measurement on the CPU with few rounds and all passes."""
 
     @cache
     def measured(name: str) -> tuple[Grid, Run]:
@@ -337,7 +333,7 @@ def grid_of(
         request = Request(name, devices=("cpu",), rounds=2, grid=True, tape=True)
         run = execute(request, tmp_path_factory.mktemp("store"), SilentObserver(), f"fp8bench suite {name} --grid")
         assert run.finished and not run.troubles
-        # As if this were the machine's only device: a machine with a GPU follows that one.
+        # Pretends that this is the only device: on a machine with a GPU the series follow the GPU.
         return grid, replace(run, devices=tuple(one for one in run.devices if not one.accelerated))
 
     return measured
@@ -353,9 +349,11 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     check_grid(workloads.get(name))
     grid, run = grid_of(name)
     records = measured_of(run)
-    phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
+    timings = [record.timing for record in records if record.timing]
+    phases = set(chain.from_iterable(timing.segments.phases for timing in timings)) - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
-    measurements = [one for record in records for one in record.measurements if one.metric not in PEAKS]
+    values = chain.from_iterable(record.measurements for record in records)
+    measurements = [one for one in values if one.metric not in PEAKS]
     assert all(one.unit == spec_of(one.metric).unit for one in measurements)
     errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
@@ -364,10 +362,6 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
-    """On a processor, for some case at least: a line of a graph that stays empty is a promise not kept.
-
-    Of energy, where the processor tells its own; of relative times, where a case beside the reference is native.
-    """
     _, run = grid_of(name)
     records = measured_of(run)
     found = {point.series for point in points_of_run(run).points if point.samples}
@@ -381,9 +375,7 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
-def test_cases_of_a_grid_run_and_say_what_memory_they_took(
-    name: str, grid_of: Callable[[str], tuple[Grid, Run]]
-) -> None:
+def test_cases_of_a_grid_run_and_record_their_memory(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     _, run = grid_of(name)
     records = measured_of(run)
     assert records and all(record.status is not Status.FAILED for record in run.records)
@@ -429,7 +421,7 @@ def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Cor
 
 
 def overlapping(spans: list[dict[str, Any]]) -> list[str]:
-    """Names of those that end after what they lie in; by more than a clock's tick, to which the file rounds."""
+    """Names of spans that end after their parent, by more than one tick of the file's clock."""
     wrong, is_open = [], []
     for span in sorted(spans, key=lambda one: (one["tid"], one["ts"], -one["dur"])):
         is_open = [one for one in is_open if one["tid"] == span["tid"] and one["ts"] + one["dur"] > span["ts"] + 0.003]

@@ -26,7 +26,7 @@ from tests.counts import for_each
 
 
 class FakeEvent:
-    """An event whose time is the number of records so far, in steps of a quarter of a millisecond."""
+    """An event whose time is its number of records, in steps of 0.25 ms."""
 
     made: ClassVar[int] = 0
     records: ClassVar[int] = 0
@@ -62,7 +62,7 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
 
 
 def test_events_are_recorded_without_the_python_method_around_it() -> None:
-    """torch's own class has such a method; a class that wraps none is recorded by its own."""
+    """torch's event class has a Python wrapper method; a class without one is recorded by its plain method."""
 
     class Wrapped(FakeEvent):
         def record(self, stream: str) -> None:
@@ -91,8 +91,7 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
     assert processor_name() == "unknown processor"
 
 
-def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
-    """This torch has no graphs at all."""
+def test_a_step_that_is_not_captured_has_torchs_message() -> None:
     with pytest.raises(CannotCapture, match=r"torch captured no graph of its step: [A-Za-z]+: .+"):
         Cuda().captured(0, lambda: None)
     with pytest.raises(CannotCapture, match="cannot be replayed"):
@@ -100,25 +99,25 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
 
 
 def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many launches as cover the time; spins where it is shorter than one, or where none could be captured."""
     done: list[float | str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
-    fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), None]
+    fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), "no graphs"]
     monkeypatch.setattr(Cuda, "_fillers", {})
     monkeypatch.setattr(Cuda, "_make_filler", lambda self, index: fillers.pop(0))
     for index in (0, 1):
         for seconds in (1.2e-3, 0.1e-3):
             Cuda().occupy(index, seconds)
     assert done == ["products", "products", "products", 300_000, 3_600_000, 300_000]
+    assert [Cuda().why_idle(index) for index in range(3)] == ["", "no graphs", ""]
 
 
 def test_a_device_without_graphs_fills_its_queue_by_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here torch has no CUDA, which stands for a GPU without memory, and for one without graphs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert Cuda()._make_filler(0) is None
+    reason = Cuda()._make_filler(0)
+    assert isinstance(reason, str) and reason.strip()
 
 
-def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:
+def test_the_size_of_the_last_cache_comes_from_the_system(tmp_path: Path) -> None:
     cache = tmp_path / f"cpu{min(os.sched_getaffinity(0))}" / "cache"
     levels = (("1", "48K", "0"), ("3", "32768K", "0-3,8-11"), ("2", "1024K", "0"), ("4", "no", "0"))
     for index, said in enumerate(levels):
@@ -162,7 +161,6 @@ def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
 
 
 def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
-    """An event that is recorded anew forgets its earlier time."""
     now = stamper.source()
     first = [now() for _ in range(3)]
     second = [now() for _ in range(2)]
@@ -214,7 +212,7 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
     )
 
 
-def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_torchs_uuid_and_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "uuid": "aaaa2222-0000"}
     properties |= {"pci_domain_id": 0, "pci_bus_id": 0x4C, "pci_device_id": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -225,7 +223,7 @@ def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events go to the current device's stream, so the second GPU must be the current one."""
+    """Events go to the current device's stream, so the second GPU must be current."""
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: asked.append(("select", index)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: asked.append(("wait", index)))
@@ -273,13 +271,12 @@ def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: E
 def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message is the same for another version of the library, and after an error that broke the context."""
     left = [0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left[0], 80 << 30))
     assert Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
     left[0] = 2 << 30
     assert not Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
-    left.clear()  # asking raises, too
+    left.clear()  # even querying raises
     assert not Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
 
 
@@ -316,7 +313,7 @@ def test_a_build_of_torch_has_kernels_for_some_gpus(arch: str, built: list[str],
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:
-    """Asks for a quarter of an exabyte: torch's words have not changed."""
+    """Allocates a quarter of an exabyte to check that torch's message has not changed."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 56, dtype=torch.float32)
     assert Cpu().is_out_of_memory(raised.value)
@@ -345,7 +342,7 @@ def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch
     assert peak_of(meter) == size == kept.nbytes
 
 
-def test_the_highest_point_is_found_although_it_has_gone() -> None:
+def test_the_peak_counts_memory_that_was_freed() -> None:
     meter = ProfilerMeter()
     meter.start()
     kept = [torch.empty(1000)]
@@ -388,7 +385,6 @@ def test_what_operations_and_backward_allocate_counts() -> None:
 
 
 def test_what_an_earlier_count_left_behind_does_not_count() -> None:
-    """torch's allocator remembers it, and reports its release."""
     meter = ProfilerMeter()
     cache = []
     for _ in range(3):
@@ -399,7 +395,7 @@ def test_what_an_earlier_count_left_behind_does_not_count() -> None:
         assert peak_of(meter) == cache[0].nbytes + kept.nbytes
 
 
-def test_a_meter_that_was_not_marked_knows_nothing() -> None:
+def test_a_meter_without_a_mark_has_no_answer() -> None:
     meter = ProfilerMeter()
     assert meter.stop() is None
     meter.start()
@@ -475,7 +471,7 @@ class FakeAllocator:
         self.peak, self.peak_reserved = self.held, self.reserved
 
 
-# What the fake allocator asks its driver for at a time.
+# Bytes per request of the fake allocator to its driver.
 BLOCK = 2 << 20
 
 
@@ -522,7 +518,7 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
         meter.enter(phase)
         for size in sizes:
             allocator.allocate(size)
-    assert allocator.waiting  # nobody has waited for the device since the stretch began
+    assert allocator.waiting  # no synchronization since the measurement began
     course = meter.stop()
     assert course is not None and course.peak == 100 + 3 * BLOCK
     assert [(one.phase, one.allocated, one.reserved) for one in course.phases] == [
@@ -533,7 +529,7 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
     assert course.reserved == 5 * BLOCK and course.held == ()
 
 
-def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_allocations_come_from_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeAllocator(monkeypatch, 0)
     cleared: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False)
@@ -558,7 +554,7 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_autograds_thread_freed_unseen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = FakeAllocator(monkeypatch, 0)
     blocks = [{"address": 7, "state": "active_allocated"}, {"address": 8, "state": "inactive"}]
     allocator.segments = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": [{"address": 9, "state": "x"}]}]
@@ -573,8 +569,7 @@ def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.Mon
     assert notes[:3] == [Live(frozenset({7})), Begun("unattributed"), Begun("gemm")]
 
 
-def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process may time things afterwards."""
+def test_counting_only_the_peak_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     meter.start(blocks=False)
@@ -586,7 +581,7 @@ def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.
 
 
 def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS allocates it for the first product of a process and keeps it."""
+    """cuBLAS allocates it at the first product of a process and keeps it."""
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     peaks = []
@@ -616,7 +611,7 @@ class FakeFraction:
         self.share = share
 
 
-def test_what_a_gpu_s_allocator_had_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_of_a_gpus_allocator_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, object] = {}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: said)
     assert Cuda().retried(0) is None
@@ -635,12 +630,12 @@ def test_a_gpu_s_memory_ends_at_its_allocators_limit(monkeypatch: pytest.MonkeyP
 
 
 @for_each("status", ["", "VmData:\n", "VmData: many kB\n", "VmPeak: 5 kB\n"])
-def test_a_kernel_that_does_not_say_what_it_counts_keeps_no_limit(
+def test_a_system_that_hides_memory_use_keeps_no_limit(
     status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     (tmp_path / "status").write_text(status)
     monkeypatch.setattr(cpu_module, "Path", lambda path: tmp_path / "status")
-    with pytest.raises(CannotLimit, match="does not say how much memory"), Cpu().memory_limited(0, 10**9):
+    with pytest.raises(CannotLimit, match="has no line for this process"), Cpu().memory_limited(0, 10**9):
         pass
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

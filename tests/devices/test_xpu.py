@@ -88,7 +88,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
     return fake
 
 
-def test_facts(xpu: FakeXpu) -> None:
+def test_an_xpu_states_its_facts(xpu: FakeXpu) -> None:
     found = Xpu().available()
     assert [one.key for one in found] == ["xpu:0", "xpu:1"]
     first = found[0]
@@ -116,7 +116,7 @@ def test_calls_go_to_the_device(xpu: FakeXpu) -> None:
     assert xpu.calls == [("set_device", (1,)), ("synchronize", (1,)), ("empty_cache", ())]
 
 
-def test_memory_is_what_its_allocator_counts(xpu: FakeXpu) -> None:
+def test_its_memory_is_counted_by_its_allocator(xpu: FakeXpu) -> None:
     meter = Xpu().memory_meter(0)
     assert isinstance(meter, MemoryMeter)
     xpu.allocated = 1000

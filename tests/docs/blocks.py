@@ -1,10 +1,9 @@
-"""The outputs that pages show below a command: read from a page, made by running the command, compared, written again.
+"""Outputs shown below commands in pages: read from a page, produced by running the command, compared, and rewritten.
 
-Figures, words of verdicts and the machine's name may differ from a page's, and lines may be folded elsewhere. A line of
-three dots stands for lines that the page leaves out, as do the ends of an output. After a wanted change
-`python -m tests.docs.blocks [PAGE ...] [--quick]` runs the commands again, in a minute with --quick and else in half an
-hour, and writes the outputs that are wrong into the pages: read the diff. Those that are right keep their figures,
-which sentences beside them name.
+Figures, verdict words, the machine's name and line breaks may differ from a page. A line of three dots stands for
+omitted lines, as do both ends of an output. `python -m tests.docs.blocks [PAGE ...] [--quick]` runs the commands (one
+minute with --quick, otherwise half an hour) and corrects wrong outputs in the pages: read the diff. Correct outputs
+keep their figures, because sentences nearby quote them.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from fp8bench.model import Verdict
 from tests.commands import PROGRAM, ROOT, environment, git
 
 PAGES = ("README.md", "docs/tutorial.md", "docs/how-to.md")
-# Commands that need less than some seconds and no other before them.
+# Commands that take seconds and need no earlier command.
 QUICK = ("doctor", "init")
-# Commands whose outputs a command reads.
+# Commands whose outputs another command reads.
 NEEDS = {"advise": ("profile", "train"), "gate": ("init",)}
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _DOTS = "..."
-# A shorter line has not been folded.
+# A shorter line was not wrapped.
 _FOLDED_FROM = 80
 
 _NUMBER = re.compile(
@@ -46,7 +45,7 @@ _VERDICT = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A command of a page, as it is typed, and the lines that the page shows below it."""
+    """A command of a page as typed, and the output lines shown below it."""
 
     page: str
     command: str
@@ -66,7 +65,7 @@ class Block:
 
 
 def blocks_of(page: str) -> Iterator[Block]:
-    """Yields the commands of a page that are fp8bench's and have an output below them."""
+    """Yields the page's fp8bench commands that have an output."""
     for block in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
         command, shown = "", list[str]()
         for line in [*block.splitlines(), "$ "]:
@@ -93,7 +92,7 @@ class Project:
                 (folder / name).write_text(code, encoding="utf-8")
 
     def printed(self, block: Block) -> str:
-        """Returns what the command prints on stdout, with those before it that it needs; each runs once."""
+        """Returns the stdout of a command after running its prerequisites, each only once."""
         if block.command in self._printed:
             return self._printed[block.command]
         command = block.words[0]
@@ -103,7 +102,7 @@ class Project:
             self._commit_twice()
         words = [self._runs.get("profile", word) if _RUN.fullmatch(word) else word for word in block.words]
         plain = environment(COLUMNS="100", NO_COLOR="1", GIT_CEILING_DIRECTORIES=str(self.folder.parent))
-        for name in [name for name in plain if name.startswith("FP8BENCH_")]:  # those of the tests
+        for name in [name for name in plain if name.startswith("FP8BENCH_")]:  # options of the tests
             del plain[name]
         done = subprocess.run(
             [*PROGRAM, *words], cwd=self.folder, env=plain, capture_output=True, text=True, check=False
@@ -123,13 +122,13 @@ class Project:
 
 
 def shape_of(text: str) -> str:
-    """Returns the words of a text, with a sign for each figure, run, machine and verdict."""
+    """Returns the words of a text, with placeholders for figures, runs, machines and verdicts."""
     text = _RUN.sub("RUN", _MACHINE.sub("MACHINE ", text))
     return " ".join(_VERDICT.sub("VERDICT", _NUMBER.sub("N", text)).split())
 
 
 def heads_of(lines: Sequence[str]) -> list[str]:
-    """Returns the first word of each line that does not go on with a folded one."""
+    """Returns the first word of each line that is not a continuation."""
     heads, before = [], ""
     for line in lines:
         goes_on = len(before) > _FOLDED_FROM and _indent(line) > _indent(before)
@@ -144,15 +143,17 @@ def _indent(line: str) -> int:
 
 
 def missing_head(printed: str, shown: Sequence[str]) -> str:
-    """Returns the first word with which no line of the output begins behind those of the shown lines before it; '' if
-    there is none. What a command measures decides on more than its figures: which words stand in a line."""
+    """Returns the first shown line's first word that no later output line starts with, or ''.
+
+    Only first words are compared, as measured values also change other words of a line.
+    """
     rest = iter(heads_of(printed.splitlines()))
     heads = (head for piece in pieces_of(shown) for head in heads_of(piece))
     return next((head for head in heads if head not in rest), "")
 
 
 def pieces_of(shown: Sequence[str]) -> list[list[str]]:
-    """Splits the lines that a page shows at lines of dots."""
+    """Splits shown lines at lines of dots."""
     pieces: list[list[str]] = [[]]
     for line in shown:
         if line.strip() == _DOTS:
@@ -163,8 +164,7 @@ def pieces_of(shown: Sequence[str]) -> list[list[str]]:
 
 
 def missing_from(printed: str, shown: Sequence[str]) -> str:
-    """Returns the shape of the first piece that does not stand in the output behind the pieces before it; '' if all
-    do."""
+    """Returns the shape of the first piece that is not in the output after the previous pieces; '' if all are."""
     rest = shape_of(printed)
     for piece in pieces_of(shown):
         words = shape_of("\n".join(piece))
@@ -176,8 +176,10 @@ def missing_from(printed: str, shown: Sequence[str]) -> str:
 
 
 def renewed(printed: str, shown: Sequence[str]) -> list[str]:
-    """Returns the lines to show instead: the dots stay, and each piece becomes the lines of the output from the one
-    most like its first to the one most like its last. A line that differs in figures alone stays."""
+    """Returns the corrected lines: dots stay, and each piece is replaced by the output lines most similar to it.
+
+    A line that differs only in figures is unchanged.
+    """
     shapes = [shape_of(line) for line in shown]
     old = {shape: line for shape, line in zip(shapes, shown, strict=True) if shapes.count(shape) == 1}
     lines, begin = [old.get(shape_of(line), line) for line in printed.rstrip("\n").splitlines()], 0

@@ -1,4 +1,4 @@
-"""What pages show below a command is what the command prints (blocks.py)."""
+"""Outputs shown in pages equal those of the commands (blocks.py)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def marks_of(block: Block) -> tuple[pytest.MarkDecorator, ...]:
     if not block.is_quick:
         return (pytest.mark.nightly,)
-    return (pytest.mark.slow,) if block.words[0] == "doctor" else ()  # it takes seconds
+    return (pytest.mark.slow,) if block.words[0] == "doctor" else ()  # takes seconds
 
 
 @pytest.mark.parametrize("block", [pytest.param(one, marks=marks_of(one), id=one.name) for one in BLOCKS])
 def test_a_page_shows_what_the_command_prints(block: Block, project: Project) -> None:
-    """Word for word, or, of what is measured, line for line by first words."""
+    """Word for word; for measured output, line by line by first words."""
     printed = project.printed(block)
     missing = missing_from(printed, block.shown) if block.is_quick else missing_head(printed, block.shown)
     assert missing == "", f"{missing}\nis not in\n{printed}\n{AGAIN}"
@@ -62,7 +62,7 @@ def test_other_words_another_order_and_lines_left_out_without_dots_are_seen(show
 
 
 def test_of_a_measurement_lines_are_compared_by_their_first_words() -> None:
-    """In order, with others between; a folded line counts once."""
+    """In order, with other lines allowed between; a wrapped line counts once."""
     long = f"  how sure: {'it is ' * 15}".rstrip()
     printed = f"bf16  slower 2x\n  accuracy: 3% off\nfp8  faster\n{long}\n    could be\n"
     assert missing_head(printed, ["bf16  faster 3x", "...", "fp8  slower", long, "    or not"]) == ""

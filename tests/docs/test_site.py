@@ -1,4 +1,4 @@
-"""The site: its reference says what the code says, and it is built without a warning, where Sphinx is installed."""
+"""The documentation site: its reference matches the code, and Sphinx, if installed, builds it without warnings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines() -> Iterator[Any]:
-    """The lines of every stored test run and of the sample."""
+    """The lines of all stored test runs and of the sample."""
     stored = ROOT.glob("tests/golden/store*/**/runs/*box/*.jsonl")
     for path in (ROOT / "reports" / "sample" / "run.jsonl", *stored):
         yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -36,7 +36,7 @@ def schema() -> jsonschema.Draft202012Validator:
 
 @pytest.mark.slow
 def test_the_schema_holds_for_stored_runs_and_for_nothing_else(schema: jsonschema.Draft202012Validator) -> None:
-    """It refuses a digit that became a word, a missing key and an unknown status."""
+    """Rejects a digit replaced by a word, a missing key and an unknown status."""
     stored = list(lines())
     assert len(stored) > 100 and all(map(schema.is_valid, stored))
     record = next(line for line in stored if line.get("record", {}).get("timing"))
@@ -57,6 +57,8 @@ def test_every_label_has_a_remedy_and_every_command_a_page() -> None:
     assert {f"command-{name}" for name in COMMANDS} | {"options", *reference.PAGES} == set(made)
     assert "`--precision-map" in made["command-suite"] and "$ fp8bench gate" in made["command-gate"]
     assert "## fp8bench history show" in made["command-history"]
+    by_question = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"fp8bench {name} " not in by_question] == []
 
 
 @pytest.mark.slow

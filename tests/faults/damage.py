@@ -64,7 +64,7 @@ def cut(chance: random.Random, content: bytes) -> bytes:
 
 
 def replace_value(chance: random.Random, content: bytes) -> bytes:
-    """It is JSON still, with a value of another kind, too large, gone, or under another name."""
+    """Keeps JSON valid: a value becomes too large, another kind, missing, or renamed."""
     whole = json.loads(content)
     path = chance.choice(_places(whole)[1:] or [()])
     if not path:
@@ -86,4 +86,7 @@ def replace_value(chance: random.Random, content: bytes) -> bytes:
 
 def _places(value: object, here: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *(path for key, one in inside for path in _places(one, (*here, key)))]
+    places = [here]
+    for key, one in inside:
+        places.extend(_places(one, (*here, key)))
+    return places

@@ -1,4 +1,4 @@
-"""What a script learns from the exit code: refused and failed cases beside others, and alone."""
+"""Exit codes for refused and failed cases, alone and among others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def test_a_refused_precision_is_a_row(
 
 @pytest.mark.slow
 def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """The limit is the user's; the reason names it, and the others are measured in a fresh worker."""
     (folder / "hanging.py").write_text(HANGING)
     words = ["suite", "./hanging.py", "--dtypes", "fp32,bf16", "--rounds", "3", "--case-timeout", "8"]
     assert main(words) == 3
@@ -79,8 +78,8 @@ def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixt
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is kept by Linux alone")
 @pytest.mark.parametrize("words", [("suite", "gemm", "--quick"), ("train", "--quick")], ids=lambda words: words[0])
-def test_too_little_memory_is_a_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Too little to import torch. Whoever went on would hold the output open, and it would not end."""
+def test_too_little_memory_gives_a_message(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Too little to import torch. A surviving process would keep the output open for ever."""
     process = subprocess.Popen(
         ("sh", "-c", 'ulimit -v 400000; exec "$@"', "sh", sys.executable, "-m", "fp8bench", *words, "--store", "store"),
         stdout=subprocess.PIPE,

@@ -59,7 +59,7 @@ CHANGES: dict[str, Change] = {"flip": flip, "cut": cut, "swap": swap, "twice": t
 
 @dataclass(frozen=True)
 class Kind:
-    """A file, what is read of it, and what that says is wrong; `ends` says that a file without its end is seen."""
+    """A kind of file, how it is read, and its damage reports; `ends` means a truncated file is detected."""
 
     path: Path
     read: Callable[[], tuple[Any, Sequence[str]]]
@@ -148,7 +148,6 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
 @for_each("kind", list(KINDS))
 @counts(40, 340)
 def test_whatever_is_changed_is_named_or_harmless(count: int, kind: str, tmp_path: Path) -> None:
-    """A value that is read of a changed file is the one that was written, or something says that it may not be."""
     made = KINDS[kind](tmp_path)
     content, (right, troubles) = made.path.read_bytes(), made.read()
     assert not troubles
@@ -161,12 +160,11 @@ def test_whatever_is_changed_is_named_or_harmless(count: int, kind: str, tmp_pat
             found, troubles = made.read()
         except Fp8benchError:
             continue
-        lost_lines = not made.ends and name == "cut"  # of what has no end nobody knows how much there was
+        lost_lines = not made.ends and name == "cut"  # the missing length of a truncated file is unknown
         assert found == right or troubles or lost_lines, (number, name, _where(content, changed))
 
 
 def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
-    """Without a word: verify says that it has no checksums."""
     for kind, make in KINDS.items():
         (tmp_path / kind).mkdir()
         made = make(tmp_path / kind)

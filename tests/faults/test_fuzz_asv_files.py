@@ -69,7 +69,7 @@ MUTATIONS: Sequence[damage.Mutation] = (damage.flip, damage.cut, insert, overwri
 
 
 def read_results(path: Path) -> None:
-    """asv reads what is read here without trouble; what is written again is read as the same."""
+    """asv reads the file without errors if fp8bench does; writing and reading it again changes nothing."""
     file = load_results(path)
     if not file.troubles and not path.read_bytes().startswith(b"\xef\xbb\xbf"):
         Results.load(str(path))
@@ -82,7 +82,7 @@ def read_results(path: Path) -> None:
 
 
 def read_benchmarks(path: Path) -> None:
-    """Nothing is lost when something is merged."""
+    """Merging loses nothing."""
     known = load_benchmarks(path)
     save_benchmarks(path, merge_benchmarks(known, [Series("new.New.track_new", "new", "new", "s", (), (), "1")]))
     assert set(load_benchmarks(path)) == {*known, "new.New.track_new"}
@@ -96,10 +96,10 @@ def read_machine(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes, Again]]:
-    """Sound files of each kind, small ones: results of three benchmarks with samples, their list, and a machine."""
+    """Small valid files of each kind: results of three benchmarks with samples, their list, and a machine."""
     folder = tmp_path_factory.mktemp("originals")
     params = (("'fp8'", "'bf16'"), ("256", "1024"))
-    cells = [cell([1e-3 * (one + place) for one in range(5)]) for place in range(3)]
+    cells = [cell([1e-3 * place, 1e-3 * (place + 1), 1e-3 * (place + 4)]) for place in range(3)]
     values, stats = zip(*cells, (float("nan"), None), strict=True)
     samples = (None, (1e-3, 2.0, 3), None, None)
     rows = {
@@ -136,8 +136,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
 def test_whatever_happened_to_a_file_of_asvs_it_is_refused_or_read(
     count: int, originals: list[tuple[str, bytes, Again]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results mostly, now and then a list or a machine; what is read can be written, and is the same again."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # many files, none to keep
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # many files, none kept
     chance = random.Random(20261202)
     seen: Counter[str] = Counter()
     for number in range(count):

@@ -31,11 +31,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         writer.append([record])
     writer.note("a note")
     writer.finish("finished")
-    return without_sums(writer.path.read_bytes())  # what has them is refused before it is looked at
+    return without_sums(writer.path.read_bytes())  # a line with these is refused first
 
 
 def shuffle(chance: random.Random, content: bytes) -> bytes:
-    """Lines in another order, twice, or missing."""
+    """Lines reordered, duplicated or missing."""
     lines = content.splitlines(keepends=True)
     return b"".join(chance.choices(lines, k=chance.randint(0, 2 * len(lines))))
 
@@ -53,7 +53,6 @@ MUTATIONS: tuple[damage.Mutation, ...] = (damage.flip, damage.cut, shuffle, repl
 
 @counts(30, 2000)
 def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whole: bytes, tmp_path: Path) -> None:
-    """As a table, as JSON and as CSV; a run that is read is read the same again."""
     chance = random.Random(20261121)
     path = tmp_path / "mutated.jsonl"
     refused = shown = 0
@@ -78,5 +77,5 @@ def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whol
         shown += 1
         assert all(outputs) and isinstance(run.environment, Environment)
         json.loads(outputs[1])
-    # One in a hundred or so hits what a run cannot do without: of a few hundred there may be none.
+    # About one in a hundred changes hits a required field; among a few hundred there may be none.
     assert shown > count / 2 and (count < 2000 or refused > count / 200), (refused, shown)

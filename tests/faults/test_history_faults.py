@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -26,14 +25,14 @@ from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.commit_runs import runs_of_commit
 from fp8bench.store.series import METHOD
 from tests.counts import paired
+from tests.house.sources import ROOT
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
-ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 DONE = "history: 2 cases of commit 0a1b2c3d in asv's view"
 AGAIN = " The run is kept; `fp8bench history rebuild` makes the view again."
 OTHER = "f00dface" * 5
-# The run is written where there is room; then no file may grow beyond a kilobyte.
+# The run is written where there is room; afterwards no file may exceed a kilobyte.
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -68,18 +67,18 @@ def the_file(store: Path) -> Path:
 
 
 def num_samples(store: Path, path: Path | None = None) -> set[int]:
-    """Returns how many samples asv finds of a step of each precision."""
+    """The number of samples that asv finds per step of each precision."""
     stats = Results.load(str(path or the_file(store)), "box")._stats[f"{TITLE}time"]
     return {one["repeat"] for one in stats if "repeat" in one}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Returns every file below a folder but the lock."""
+    """All files below a folder except the lock."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a JSON file and dates it back, since readers wait for a file that was changed just now."""
+    """Changes a JSON file and sets an older time, because readers wait for files that changed just now."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -87,7 +86,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def file_of(store: Path, kind: str) -> Path:
-    """The results, or one of the lists beside them."""
+    """The results file, or one of the lists next to it."""
     results = results_of(store)
     return {"results": the_file(store), "benchmarks.json": results / kind, "machine.json": results / "box" / kind}[kind]
 
@@ -96,7 +95,7 @@ def long_ago(path: Path) -> None:
     os.utime(path, (time.time() - 1000, time.time() - 1000))
 
 
-# What a disk does.
+# Faults of a disk.
 
 
 def test_a_full_disk_leaves_the_view_as_it_was_and_keeps_the_run(store: Path) -> None:
@@ -117,7 +116,7 @@ def test_a_full_disk_leaves_the_view_as_it_was_and_keeps_the_run(store: Path) ->
 
 @pytest.fixture
 def open_store() -> Iterator[Path]:
-    """A store in a folder that anybody may enter; root, who may write everywhere, is somebody else for a while."""
+    """A world-accessible store; root, who can write anywhere, temporarily becomes another user."""
     with tempfile.TemporaryDirectory() as name:
         store = Path(name)
         store.chmod(0o755)
@@ -138,11 +137,11 @@ def open_store() -> Iterator[Path]:
         ("asv", "history: the lock {store}/asv/.lock cannot be made (Permission denied). Choose another --store DIR."),
         (
             "asv/results/box",
-            "history: {file} cannot be written (Permission denied). What was there before is untouched",
+            "history: {file} cannot be written (Permission denied). The previous file is unchanged",
         ),
     ],
 )
-def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: str, words: str) -> None:
+def test_a_view_without_write_permission_gives_a_message(open_store: Path, closed: str, words: str) -> None:
     run = keep(grid_run(seconds=1), open_store)
     before = contents(open_store / "asv" / "results")
     lock, file = open_store / "asv" / ".lock", the_file(open_store)
@@ -156,7 +155,7 @@ def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: 
     assert contents(open_store / "asv" / "results") == before
 
 
-def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_views_folder_gives_a_message(tmp_path: Path) -> None:
     (tmp_path / "asv").write_text("notes")
     asv = tmp_path / "asv"
     said = again(tmp_path)
@@ -164,8 +163,7 @@ def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
     assert (tmp_path / "asv").read_text() == "notes"
 
 
-def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> None:
-    """Results may be on another disk: its folder is made, or the disk is missing."""
+def test_a_dangling_link_is_followed_or_gives_a_message(tmp_path: Path) -> None:
     (tmp_path / "asv").mkdir()
     link = tmp_path / "asv" / "results"
     link.symlink_to(tmp_path / "elsewhere")
@@ -177,7 +175,7 @@ def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> 
     assert "cannot be " in said and "(Not a directory)" in said and said.endswith(AGAIN)
 
 
-def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Path) -> None:
+def test_a_held_lock_is_waited_for_and_then_gives_a_message(store: Path) -> None:
     run = keep(grid_run(seconds=1), store)
     before = contents(store / "asv")
     with lock_folder(store / "asv", 0):
@@ -187,17 +185,7 @@ def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Pat
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
 
 
-def test_where_there_are_no_locks_the_view_is_written_all_the_same(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
-
-
-# What a person, an editor or another version does.
+# Changes by a person, an editor or another version.
 
 BROKEN = {
     "empty": "",
@@ -212,7 +200,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "kind"), paired([*BROKEN], ["results", "benchmarks.json", "machine.json"]))
-def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
+def test_a_broken_file_is_renamed_and_written_again(store: Path, kind: str, name: str) -> None:
     path = file_of(store, kind)
     sound = json.loads(path.read_text())
     text = BROKEN[name].replace('"version": 2', f'"version": {sound["version"]}')
@@ -228,7 +216,7 @@ def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: 
 @pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
 @pytest.mark.parametrize(("version", "advice"), [(99, "Upgrade fp8bench."), (0, "Run 'asv update' first.")])
 def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version: int, advice: str) -> None:
-    """It may be sound, and its writer knows more."""
+    """It may be valid, and its writer knows more."""
     path = file_of(store, kind)
     edit(path, lambda content: content.update(version=version))
     before = contents(store / "asv")
@@ -237,8 +225,7 @@ def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version
     assert contents(store / "asv") == before
 
 
-def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
-    """Rows of asv's own, one that nobody can read, keys of later versions; benchmarks and words on the machine, too."""
+def test_foreign_rows_and_keys_stay_in_a_file(store: Path) -> None:
     path = the_file(store)
     foreign = [[1.5], [], "7", 1, 2.0]
 
@@ -259,7 +246,7 @@ def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
     assert json.loads((results_of(store) / "box" / "machine.json").read_text())["note"] == [1]
 
 
-def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
+def test_a_changed_figure_is_restored(store: Path) -> None:
     path = the_file(store)
     before = load_results(path)
 
@@ -274,8 +261,8 @@ def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
     assert after.rows[f"{TITLE}time_gemm"].values[0] == before.rows[f"{TITLE}time_gemm"].values[0]
 
 
-def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
-    """asv would show nothing of such a folder."""
+def test_the_machine_json_of_another_machine_gives_a_message(store: Path) -> None:
+    """asv would show nothing from such a folder."""
     path = results_of(store) / "box" / "machine.json"
     edit(path, lambda content: content.update(machine="other"))
     before = contents(store / "asv")
@@ -287,28 +274,26 @@ def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
     assert contents(store / "asv") == before
 
 
-def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> None:
-    """A file is named by eight digits of a hash; it may also have been renamed."""
+def test_results_of_commits_with_the_same_prefix_are_not_mixed(store: Path) -> None:
     edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:8] + "f" * 32))
     before = contents(store / "asv")
     assert "holds the results of another commit, 0a1b2c3dffffffff" in again(store)
     assert contents(store / "asv") == before
-    edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:10]))  # as somebody gave it to asv run
+    edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:10]))  # as set with asv run
     assert again(store) == DONE
 
 
-def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
+def test_a_run_outside_of_the_store_is_reported_as_not_in_its_view(store: Path, tmp_path: Path) -> None:
     run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
     said = update_view(run, store)
     assert said == f"history: the run {run.id} was not found in {store}, so it is not in asv's view.{AGAIN}"
     assert num_samples(store) == {ROUNDS}
 
 
-# What a clock and a repository do.
+# Faults of a clock and a repository.
 
 
 def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
-    """The later run has an earlier date; both count, and the row has the later time."""
     run = keep(grid_run(started="2025-12-31T23:00:00+00:00"), store)
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at // 1000 == 1767225600
@@ -327,7 +312,7 @@ def test_a_run_from_the_future_does_not_decide_the_version(store: Path) -> None:
 
 
 def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None:
-    """asv hides them beside today's version, and shows them with an fp8bench of that version."""
+    """asv hides them under the current version, and shows them with the old one."""
     update_view(keep(grid_run(version="0"), tmp_path), tmp_path)
     assert load_results(the_file(tmp_path)).rows[f"{TITLE}time"].version == f"{METHOD}.0"
     assert (
@@ -366,18 +351,18 @@ def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) 
     assert Results.load(str(new), "new").params["machine"] == "new"
 
 
-def test_a_name_that_is_too_long_for_a_folder_is_a_sentence(tmp_path: Path) -> None:
+def test_a_machine_name_too_long_for_a_folder_gives_a_message(tmp_path: Path) -> None:
     said = update_view(keep(grid_run(facts(machine="m" * 300) | {"machine": "box"}), tmp_path), tmp_path)
     assert "(File name too long)" in said and said.endswith(AGAIN)
 
 
-# What is said where nothing is written.
+# Messages when nothing is written.
 
 STAYS = "; the run is kept, and asv's view stays as it is"
 
 
 def elsewhere(workload: str) -> Run:
-    """A run of a suite's cases that are in no grid."""
+    """A run of a suite whose cases are in no grid."""
     run = grid_run(seconds=1)
     cases = [replace(one.case, workload=workload, params=(("m", 3),)) for one in run.records]
     return replace(run, records=tuple(replace(one, case=case) for one, case in zip(run.records, cases, strict=True)))
@@ -404,27 +389,26 @@ NOT_FILED: list[tuple[Run, str]] = [
         (grid_run(started=text), f"its start, {text!r}, is no time")
         for text in ("", "yesterday", "2026-13-01", "9" * 30)
     ),
-    # Facts come from files that others wrote: they lead nowhere else.
+    # Facts come from foreign files and may not lead outside the store.
     *((grid_run(facts(asv_machine=name)), NAMELESS) for name in ("../../etc", "a/b", "", ".", "..", "a\0b", 7, None)),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
-def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) -> None:
-    """What asv would measure otherwise, too, and what is in no series; the run is kept all the same."""
+def test_runs_that_do_not_belong_to_a_commit_give_a_message(store: Path, number: int) -> None:
     run, why = NOT_FILED[number]
     before = contents(store / "asv")
     assert update_view(keep(run, store), store) == f"history: {why}{STAYS}"
     assert contents(store / "asv") == before
 
 
-# What holds whatever the order.
+# Results that do not depend on the order.
 
 
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=1, max_size=4))
-def test_the_view_is_the_same_whoever_writes_it_and_how_often(order: list[int], writers: list[int]) -> None:
+def test_the_view_does_not_depend_on_the_order_of_writers(order: list[int], writers: list[int]) -> None:
     seen = set()
     with tempfile.TemporaryDirectory() as name:
         for places, who in (((0, 1, 2, 3), [3]), (order, writers)):

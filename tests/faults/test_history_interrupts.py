@@ -1,4 +1,4 @@
-"""The command as a person runs it: what is said of the history, how it ends, and what an interrupt of the view does."""
+"""The command as a person runs it: messages on the history, exit codes, and interrupted updates of the view."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUITE = ("suite", "--no-report", "gemm", "--set", "shape=512", "--dtypes", "fp32
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clean repository of one commit, under a home of its own."""
+    """A clean repository of one commit, with a separate home folder."""
     home, folder = tmp_path / "home", tmp_path / "repository"
     home.mkdir()
     folder.mkdir()
@@ -46,16 +46,15 @@ def ended(folder: Path, *words: str) -> tuple[int, str]:
 
 
 def waits_for_the_lock(process: subprocess.Popen[str], lock: Path) -> bool:
-    """Whether it has the lock's file open, which it has while it waits."""
+    """Whether the process has the lock file open, as it does while waiting."""
     try:
         return any(link.samefile(lock) for link in Path(f"/proc/{process.pid}/fd").iterdir())
-    except OSError:  # one of them has just been closed
+    except OSError:  # one was closed a moment ago
         return False
 
 
 @pytest.mark.slow
 def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository: Path) -> None:
-    """One sentence; and none about asv where all went well but that it did."""
     store = repository / ".fp8bench"
     store.mkdir()
     (store / "asv").write_text("")
@@ -74,7 +73,6 @@ def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="sees by /proc that the lock is waited for")
 @pytest.mark.parametrize("number", sampled([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda one: one.name)
 def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: signal.Signals) -> None:
-    """It comes while another writer holds the view: the table stands, the run is whole, and the view is not begun."""
     store = repository / ".fp8bench"
     lock = store / "asv" / ".lock"
     with lock_folder(store / "asv", 0), started(repository, *SUITE) as process:

@@ -1,4 +1,4 @@
-"""Many writers of one view, writers that are killed, and asv, which knows nothing of locks: never half a file."""
+"""Concurrent and killed writers of one view, and asv, which ignores locks: no file is ever incomplete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.counts import counts, sampled
+from tests.house.sources import ROOT
 from tests.kept import COMMIT, ROUNDS, TITLE, grid_run, keep, results_files
 
-ROOT = Path(__file__).resolve().parents[2]
 FEW_ROUNDS = 3
 WRITING = """
 import sys
@@ -54,7 +54,7 @@ while not (loads and stop.exists()):
     time.sleep(0.01)
 print(loads)
 """
-# What `asv run` does: it reads the file, measures for a while, and writes the file in place with what it has read.
+# Behaves like `asv run`: reads the file, measures for a while, and overwrites the file in place.
 ASV = """
 import sys
 from asv.results import Results
@@ -82,7 +82,7 @@ def _nobodys_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program(text: str, *words: object) -> subprocess.Popen[str]:
-    """Starts a program in a process of its own, which can import the tests' builders."""
+    """Starts a Python process that can import the tests' builders."""
     command = [sys.executable, "-c", text, *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -91,7 +91,7 @@ def program(text: str, *words: object) -> subprocess.Popen[str]:
 
 
 def repeats(store: Path) -> list[Any]:
-    """How many samples asv finds in the one results file, for each combination of the time of gemm's steps."""
+    """The samples that asv finds in the only results file, for each combination of gemm's step time."""
     (path,) = results_files(store)
     stats = Results.load(str(path), "box")._stats[f"{TITLE}time"]
     return [one.get("repeat") for one in stats]
@@ -114,7 +114,6 @@ def partials(store: Path) -> list[Path]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("count", "num_writers"), sampled([6], [(6, 3), (20, 8)]))
 def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_path: Path) -> None:
-    """So many runs each; whoever reads meanwhile never meets half a file."""
     store, stop = tmp_path / "store", tmp_path / "stop"
     reader = program(READING, results_of(store), stop)
     assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
@@ -133,19 +132,22 @@ def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_
 
 
 def measured_samples(store: Path) -> int:
-    """How many samples of one case the runs hold, those that were cut off included."""
-    runs = [load_run(path) for path in run_files(store)]
-    return sum(len(record.timing.slots) for run in runs for record in run.records[:1] if record.timing is not None)
+    """The samples of one case over all runs, including interrupted ones."""
+    total = 0
+    for path in run_files(store):
+        for record in load_run(path).records[:1]:
+            total += record.timing.num_rounds if record.timing is not None else 0
+    return total
 
 
 def write_on(store: Path) -> None:
-    """Keeps run after run, and updates the view after each, until this process is killed."""
+    """Stores runs and updates the view in a loop until this process is killed."""
     while True:
         update_view(keep(grid_run(rounds=FEW_ROUNDS), store), store)
 
 
 def kill_writers(store: Path, kills: int, seed: int) -> None:
-    """Kills writers at random moments; after each kill the view is whole, and the next update completes it."""
+    """Kills writers at random moments; after each kill the view is complete, and the next update finishes it."""
     chance = random.Random(seed)
     mended = keep(grid_run(), store)
     update_view(mended, store)
@@ -166,7 +168,7 @@ def kill_writers(store: Path, kills: int, seed: int) -> None:
 @pytest.mark.timeout(600)
 @counts(3, 25)
 def test_a_kill_at_any_moment_leaves_whole_files_and_the_next_update_heals(count: int, tmp_path: Path) -> None:
-    """What killed writers leave half done goes when it is an hour old, and not before: it may be another one's."""
+    """Temporary files of killed writers are removed when they are an hour old; younger ones may be in use."""
     store = tmp_path / "store"
     done = program(KILLING, store, count, 1)
     out, err = done.communicate(timeout=500)
@@ -184,7 +186,10 @@ def test_a_kill_at_any_moment_leaves_whole_files_and_the_next_update_heals(count
 
 
 def test_asv_that_saves_in_between_loses_our_rows_until_the_next_update(tmp_path: Path) -> None:
-    """It writes what it read when it began. The runs are in the truth, so that nothing is lost but for a while."""
+    """It overwrites with what it read before.
+
+    The stored runs still have everything, so the next update restores the rows.
+    """
     store = tmp_path / "store"
     first = keep(grid_run(), store)
     update_view(first, store)
@@ -209,7 +214,7 @@ def test_asv_that_saves_in_between_loses_our_rows_until_the_next_update(tmp_path
 
 
 def test_asv_that_saves_all_the_while_is_never_taken_for_broken(tmp_path: Path) -> None:
-    """asv truncates its file and fills it again; readers wait for half a file."""
+    """asv truncates and refills its file; readers wait while it is incomplete."""
     store = tmp_path / "store"
     run = keep(grid_run(), store)
     update_view(run, store)

@@ -21,8 +21,7 @@ def store(tmp_path: Path) -> Path:
     return found
 
 
-def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> None:
-    """A terabyte of nothing takes no disk. Every command goes on with the runs, and `verify` names it."""
+def test_a_file_larger_than_memory_is_not_read_as_a_run(store: Path, fp8bench: Say) -> None:
     files = list(run_files(store))
     large = files[0].with_name("20270101T000000.000Z-nocommit-aaaaaaaa.jsonl")
     with large.open("wb") as file:
@@ -41,7 +40,7 @@ def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> No
 @pytest.mark.parametrize(
     ("kind", "why"), [("endless", "it has 64.0 GiB"), ("pipe", "it is a named pipe"), ("loop", "Too many levels of")]
 )
-def test_no_file_of_a_store_is_waited_for_or_fills_the_memory(store: Path, fp8bench: Say, kind: str, why: str) -> None:
+def test_files_of_a_store_neither_block_nor_fill_the_memory(store: Path, fp8bench: Say, kind: str, why: str) -> None:
     beside = ("acks.jsonl", "ceilings/history.jsonl", "inference.jsonl", "plans/a.json", "sensitivity/a.json")
     for name in (
         *beside,

@@ -1,4 +1,4 @@
-"""Interrupted, killed, out of room, or not alone: the store keeps what was finished, and the person is told."""
+"""Interrupted, killed, disk full, or concurrent: the store keeps finished cases, with a message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFIN
 sys.argv = ["fp8bench", *sys.argv[2:]]
 runpy.run_module("fp8bench", run_name="__main__")
 """
-# A group is not measured while there is a file of its name.
+# A group is not measured while a file of its name exists.
 HELD = kill.SUITE.replace(
     "    def prepare(self, setup):\n",
     """    def prepare(self, setup):
@@ -56,9 +56,9 @@ def folder(tmp_path: Path) -> Path:
 def started(
     folder: Path, *words: str, limit: int | None = None, stdout: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
-    """Starts a command; with a limit, no file that it writes may have more bytes."""
+    """Starts a command; `limit` is the largest file size in bytes that it may write."""
     pipes = {"cwd": folder, "stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-    environment = {"COLUMNS": ""}  # sentences on stderr are a line each
+    environment = {"COLUMNS": ""}  # each message on stderr is one line
     if limit is None:
         return forking(words, env=environment, **pipes)
     command = [sys.executable, "-c", LIMITED, str(limit), *words]
@@ -82,7 +82,7 @@ def nap(*places: int) -> tuple[str, ...]:
 
 @contextmanager
 def endless(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A run of 12 groups that does not come to its end in the body, however late it is interrupted."""
+    """A run of 12 groups that cannot finish within the body, however late the interrupt comes."""
     (folder / "hold 11").touch()
     with started(folder, *nap(*range(12)), *words) as process:
         try:
@@ -104,7 +104,6 @@ def num_lines(folder: Path, store: str = ".fp8bench") -> int:
 
 @pytest.mark.slow
 def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> None:
-    """Pressed while groups are being measured; the command that is named does the rest."""
     with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         process.send_signal(signal.SIGINT)
@@ -127,7 +126,6 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
-    """The limit is met while records are written: what fits is in the file, the rest at least in the table."""
     with started(folder, *nap(*range(12)), limit=30_000) as process:
         out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "Traceback" not in err
@@ -168,8 +166,7 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", sampled([signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP]), ids=lambda one: one.name)
-def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
-    """By `timeout`, a service manager or a closing terminal."""
+def test_a_termination_signal_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
     with endless(folder, "--store", "else where") as process:
         wait_for(lambda: num_lines(folder, "else where") >= 3)
         process.send_signal(number)
@@ -179,16 +176,15 @@ def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals
 
 
 @pytest.mark.slow
-def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
-    """The second Ctrl-C may cut off the table, but not the end of the file nor the word on how to go on."""
+def test_a_second_interrupt_still_prints_how_to_continue(folder: Path) -> None:
     with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         for _ in range(5):
             process.send_signal(signal.SIGINT)
             time.sleep(0.03)
         _, err = process.communicate(timeout=240)
-    # CPython ends itself by the signal if an interrupt ever passed through exec(), caught or not (a dataclass that was
-    # just being made, say). A shell calls both 130.
+    # CPython kills itself with the signal if an interrupt ever passed through exec(), caught or not (for example while
+    # creating a dataclass). A shell reports both as 130.
     assert process.returncode in (130, -signal.SIGINT)
     assert "To do the rest: fp8bench suite --resume" in err and "Traceback" not in err
     (path,) = run_files(folder / ".fp8bench")
@@ -197,8 +193,7 @@ def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ignored", sampled([False], [False, True]))
-def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
-    """Like Ctrl-C: what was measured is kept, and resumed. With SIGHUP ignored (nohup) a run goes on to its end."""
+def test_a_closed_terminal_interrupts_the_run(folder: Path, ignored: bool) -> None:
     master, terminal = pty.openpty()
 
     def begin() -> None:
@@ -242,8 +237,7 @@ def _drained(master: int, condition: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
-    """Full, closed, or a pipe that nobody reads: a sentence at most, and the run's own exit code where it was read."""
+def test_an_unwritable_stdout_costs_no_run(folder: Path) -> None:
     with Path("/dev/full").open("w") as full, started(folder, *nap(1), stdout=full) as process:
         _, err = process.communicate(timeout=240)
     told = "fp8bench: stdout cannot be written (No space left on device). "
@@ -263,7 +257,7 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
         "show last --json 2>&-",
     ):
         command = f"{sys.executable} -m fp8bench {closed}"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": ""}  # sentences on stderr are a line each
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": ""}  # each message on stderr is one line
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
@@ -271,7 +265,7 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
 
 
 def start_of_a_run(suite: Path, store: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    """As suites/kill.py starts one."""
+    """Starts a run as suites/kill.py does."""
     line, pipe = ["suite", *words, "--store", str(store)], subprocess.PIPE
     return forking(line, cwd=suite.parent, stdout=pipe, stderr=pipe, text=True)
 
@@ -281,9 +275,9 @@ def start_of_a_run(suite: Path, store: Path, words: Sequence[str]) -> subprocess
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the worker by /proc")
 @counts(1, 30, 1000)
 def test_a_kill_at_any_moment_loses_nothing_that_was_finished(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parent, worker or both, so many times; suites/kill.py says what is held against the store.
+    """Kills parent, worker or both; suites/kill.py lists the checks of the store.
 
-    A thousand are of workers that are started, a few of workers that are forked.
+    Most of the thousand kills hit started workers, a few forked ones.
     """
     if count < 1000:
         monkeypatch.setattr(kill, "start", start_of_a_run)

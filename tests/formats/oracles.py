@@ -1,7 +1,7 @@
-"""Three witnesses of what each format's numbers are and how values round to them; none of them is fp8bench's.
+"""Three independent oracles of each format's numbers and rounding: ml_dtypes (numpy for fp16.
 
-ml_dtypes (numpy for fp16; nobody for tf32), gfloat, and the definition itself, written here again as a table of
-every number. What the first two do otherwise by design is said beside them.
+None for tf32), gfloat, and the definition as a table of all numbers, written here. Deliberate differences of the first
+two are noted next to them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Codes = npt.NDArray[np.int64]
 
 ALL = list(FORMATS.values())
 EVERY_OVERFLOW = [(fmt, overflow) for fmt in ALL for overflow in fmt.overflows]
-# NaNs that signal and numbers that overflow are what is asked about.
+# Signalling NaNs and overflow are part of the inputs.
 asked_of_numpy = np.errstate(invalid="ignore", over="ignore")
 LARGEST32 = float(np.finfo(np.float32).max)
 
@@ -41,7 +41,7 @@ ML_DTYPES: dict[str, type] = {
     "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
 }
-# What ml_dtypes makes of overflow: NaN where there is no infinity, but the largest where there is no NaN either.
+# ml_dtypes on overflow: NaN if there is no infinity, the largest number if there is no NaN either.
 ML_DTYPES_OVERFLOW = {
     **dict.fromkeys(("e4m3fn", "e4m3fnuz", "e5m2fnuz", "e8m0"), Overflow.NAN),
     **dict.fromkeys(("e5m2", "bf16", "fp16"), Overflow.INFINITY),
@@ -50,7 +50,7 @@ ML_DTYPES_OVERFLOW = {
 
 
 def _unnamed(name: str, bits: int, precision: int, bias: int, *, fnuz: bool) -> gfloat.FormatInfo:
-    """A format that gfloat can compute with, though it has no name for it."""
+    """A format without a name in gfloat, which can compute with it."""
     return gfloat.FormatInfo(
         name,
         bits,
@@ -82,10 +82,10 @@ GFLOAT: dict[str, gfloat.FormatInfo] = {
 
 @dataclass(frozen=True)
 class Definition:
-    """Of a format, as its specification words it.
+    """A format as in its specification.
 
-    `special`: 'ieee' (exponent of ones: infinities and NaNs), 'fn' (only a code of ones is NaN), 'fnuz' (only -0's
-    code is NaN), 'finite' (neither), 'scale' (no sign and no zero, a code of ones is NaN).
+    `special`: 'ieee' (an exponent of ones is infinity or NaN), 'fn' (only the code of ones is NaN), 'fnuz' (only -0's
+    code is NaN), 'finite' (neither), 'scale' (no sign and no zero, the code of ones is NaN).
     """
 
     exponent_bits: int
@@ -115,7 +115,7 @@ DEFINITIONS = {
 
 @cache
 def numbers(name: str) -> Doubles:
-    """What every code of a format stands for, by code: the definition."""
+    """The number of every code of a format, by definition."""
     fmt = DEFINITIONS[name]
     codes = np.arange(1 << fmt.bits, dtype=np.int64)
     mantissa = codes & ((1 << fmt.mantissa_bits) - 1)
@@ -138,7 +138,7 @@ def numbers(name: str) -> Doubles:
 
 @cache
 def ladder(name: str) -> Doubles:
-    """Every finite number that is not negative, ascending, and the one that would come next; each at its code."""
+    """Every finite non-negative number in ascending order, and the next one beyond; each at its code."""
     below_sign = numbers(name)[: 1 << (DEFINITIONS[name].exponent_bits + DEFINITIONS[name].mantissa_bits)]
     finite = below_sign[np.isfinite(below_sign)]
     following = 2 * finite[-1] if name == "e8m0" else 2 * finite[-1] - finite[-2]
@@ -147,7 +147,7 @@ def ladder(name: str) -> Doubles:
 
 @asked_of_numpy
 def neighbours(values: Floats, name: str) -> tuple[Codes, Doubles, Doubles]:
-    """The number at or below each magnitude (its code too) and the next above it."""
+    """The number at or below each magnitude, its code, and the next number above."""
     rungs = ladder(name)
     code = np.clip(np.searchsorted(rungs, np.abs(values).astype(np.float64), side="right") - 1, 0, len(rungs) - 2)
     return code, rungs[code], rungs[code + 1]
@@ -155,9 +155,9 @@ def neighbours(values: Floats, name: str) -> tuple[Codes, Doubles, Doubles]:
 
 @asked_of_numpy
 def by_definition(values: Floats, name: str, overflow: Overflow) -> Floats:
-    """The nearer neighbour, of two as near the one with the even code; e8m0's ties go up, it has only what is above 0.
+    """The nearer neighbour, ties to the even code; e8m0's ties go up, and it has no number below 0.
 
-    With the sign of the value, of zero too where the format has -0.
+    Keeps the value's sign, for zero too if the format has -0.
     """
     magnitude = np.abs(values).astype(np.float64)
     code, low, high = neighbours(values, name)
@@ -168,7 +168,7 @@ def by_definition(values: Floats, name: str, overflow: Overflow) -> Floats:
 
 @asked_of_numpy
 def ended(code: Codes, values: Floats, name: str, overflow: Overflow) -> Floats:
-    """The numbers at these places of the ladder, with the signs of the values; the last place is overflow."""
+    """The numbers at these indices with the values' signs; the last index is overflow."""
     rungs = ladder(name).copy()
     rungs[-1] = {Overflow.SATURATE: rungs[-2], Overflow.INFINITY: np.inf, Overflow.NAN: np.nan}[overflow]
     result = np.copysign(rungs[code], values)
@@ -181,7 +181,10 @@ def ended(code: Codes, values: Floats, name: str, overflow: Overflow) -> Floats:
 
 @asked_of_numpy
 def by_ml_dtypes(values: Floats, name: str, overflow: Overflow) -> Floats:
-    """ml_dtypes overflows in one way; to saturate, its input is clamped first. Nothing of tf32, FP4's and FP6's NaN."""
+    """Rounds by ml_dtypes, which overflows in one way only; to saturate, its input is clamped.
+
+    Not for tf32 or NaN in FP4 and FP6.
+    """
     if overflow is Overflow.SATURATE:
         values = np.clip(values, -ladder(name)[-2], ladder(name)[-2]).astype(np.float32)
     else:
@@ -192,22 +195,22 @@ def by_ml_dtypes(values: Floats, name: str, overflow: Overflow) -> Floats:
 
 @asked_of_numpy
 def by_gfloat(values: Floats, name: str, overflow: Overflow) -> Floats:
-    """gfloat keeps NaN everywhere. Of e8m0 it is asked about numbers above 2^-127 that are no ties."""
+    """Rounds by gfloat, which keeps NaN everywhere. For e8m0 only numbers above 2^-127 that are not ties."""
     result = gfloat.round_ndarray(GFLOAT[name], values.astype(np.float64), sat=overflow is Overflow.SATURATE)
     return np.asarray(result).astype(np.float32)
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """All bit patterns of a 16-bit dtype, infinities and NaNs among them."""
+    """All bit patterns of a 16-bit dtype, infinities and NaNs included."""
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 @lru_cache(maxsize=2)
 def random_patterns(name: str, count: int = 1 << 22) -> Floats:
-    """float32 numbers, a format's own awkward ones among them; and a handful that everything trips over.
+    """Random float32 numbers for a format, and known difficult values.
 
-    A half is random bits (each exponent as often as any other, NaNs too), a quarter has the magnitudes of the format
-    and a little beyond, a quarter lies halfway between two neighbours or one float32 step beside it.
+    Half are random bits (all exponents equally likely, NaNs included), a quarter have the format's magnitudes, and a
+    quarter are at midpoints or one float32 step from them.
     """
     rng = np.random.default_rng(list(name.encode()))
     rungs = ladder(name)
@@ -229,26 +232,26 @@ EDGES: Floats = np.concatenate([_MAGNITUDES, -_MAGNITUDES, _NAN_BITS.view(np.flo
 
 
 def name_of(value: object) -> str:
-    """What a parameter is called in a test's name."""
+    """The name of a parameter in test ids."""
     return value.name if isinstance(value, Format) else str(value)
 
 
 def mismatches(ours: torch.Tensor | Floats, expected: Floats) -> int:
-    """How many float32 numbers differ in any bit; one NaN is as good as another, signs of zero are not."""
+    """The number of float32 values that differ in any bit; all NaNs are equal, zeros of different sign are not."""
     found = ours.contiguous().numpy() if isinstance(ours, torch.Tensor) else ours
     assert found.shape == expected.shape
     return int((~same_bits(found, expected)).sum())
 
 
 def same_bits(one: Floats, other: Floats) -> Mask:
-    """Where float32 numbers are the same in every bit, or both NaN."""
+    """Mask of float32 numbers that are equal in every bit, or both NaN."""
     assert one.dtype == other.dtype == np.float32
     result: Mask = (one.view(np.uint32) == other.view(np.uint32)) | (np.isnan(one) & np.isnan(other))
     return result
 
 
 def exactly(fmt: Format, values: npt.ArrayLike) -> Floats:
-    """The values in float32, which holds every number of every format."""
+    """The values in float32, which represents every number of every format."""
     doubles = np.asarray(values, np.float64)
     result = doubles.astype(np.float32)
     assert np.array_equal(result.astype(np.float64), doubles, equal_nan=True), fmt.name

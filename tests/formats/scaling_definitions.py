@@ -1,7 +1,7 @@
-"""Scalings in float64 and numpy, written here again from their definitions: the OCP MX specification, NVIDIA's NVFP4.
+"""Scalings in float64 and numpy, rewritten from their definitions: the OCP MX specification, NVIDIA's NVFP4.
 
-Only what a definition keeps in float32 is rounded to it (`single`); all else is exact. Nothing of fp8bench's formats
-is called; their numbers (bits, bias, largest) are read.
+Only values that a definition stores in float32 are rounded to it (`single`). Calls nothing of fp8bench's formats; reads
+only bits, bias and largest number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Wholes = npt.NDArray[np.int64]
 
 
 def reference(x: torch.Tensor, fmt: Format, scaling: Scaling) -> torch.Tensor:
-    """A matrix as the values that format and scaling leave of it, float32."""
+    """The dequantised matrix for a format and scaling, as float32."""
     exact = x.to(torch.float64).numpy()
     height, width = exact.shape
     rows, columns = scaling.rows or max(height, 1), scaling.columns or max(width, 1)
@@ -50,7 +50,7 @@ def mx_exponents(amax: Doubles, fmt: Format, rounding: ScaleRounding) -> Wholes:
 
 
 def rounded(exact: Doubles, fmt: Format) -> Doubles:
-    """Nearest value of the format, ties to even, saturating."""
+    """The nearest value of the format, ties to even, saturating."""
     exact = np.clip(exact, -fmt.largest, fmt.largest)
     step = _step(exact, fmt)
     result: Doubles = np.rint(exact / step) * step
@@ -62,7 +62,7 @@ def single(exact: Doubles) -> Doubles:
 
 
 def differing(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Values that are not the same bit for bit; one NaN is as good as another."""
+    """Values that differ in any bit; all NaNs are equal."""
     assert left.dtype == right.dtype == torch.float32 and left.shape == right.shape
     same = (left.view(torch.int32) == right.view(torch.int32)) | (left.isnan() & right.isnan())
     return int((~same).sum())
@@ -79,13 +79,13 @@ def outliers(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
 
 
 def octaves(rows: int, columns: int, seed: int = 7) -> torch.Tensor:
-    """Gaussian, squares of 16 from 1 to 2^-30 in size: all of NVFP4's block scales, subnormal ones and zero too."""
+    """Gaussian in 16-element squares scaled from 1 to 2^-30, which covers all NVFP4 block scales and zero."""
     size = torch.rand(rows // 16, columns // 16, generator=torch.Generator().manual_seed(seed)).mul(-30).exp2()
     return gaussian(rows, columns, seed=seed) * size.repeat_interleave(16, 0).repeat_interleave(16, 1)
 
 
 def wide(rows: int, columns: int, seed: int = 2) -> torch.Tensor:
-    """Every exponent of float32 equally likely in each run of 16, spread over ten octaves in it, one in ten zero."""
+    """Every float32 exponent equally likely per run of 16, spread over ten octaves within it, one in ten zero."""
     random = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-150, 127, (rows, -(-columns // 16)), generator=random).repeat_interleave(16, 1)
     spread = 10 * torch.rand(rows, columns, generator=random, dtype=torch.float64)
@@ -96,7 +96,7 @@ def wide(rows: int, columns: int, seed: int = 2) -> torch.Tensor:
 
 
 def patterns(rows: int, columns: int, seed: int = 3) -> torch.Tensor:
-    """Random bits: any finite number of float32, each by itself."""
+    """Random bits: independent finite float32 numbers."""
     random = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(1 << 31), 1 << 31, (rows, columns), generator=random, dtype=torch.int64).to(torch.int32)
     values = bits.view(torch.float32)
@@ -105,7 +105,7 @@ def patterns(rows: int, columns: int, seed: int = 3) -> torch.Tensor:
 
 @cache
 def a_million(rows: int = 1 << 10) -> dict[str, torch.Tensor]:
-    """As many numbers of each kind, or fewer rows of a thousand, for reading only."""
+    """A million numbers of each kind, or fewer rows of a thousand for reading only."""
     return {make.__name__: make(rows, 1 << 10) for make in (gaussian, outliers, octaves, wide, patterns)}
 
 
@@ -129,7 +129,7 @@ def _values(blocks: Doubles, fmt: Format, scaling: Scaling, tensor_amax: float) 
 
 
 def _exponent(values: Doubles) -> Wholes:
-    """Of the power of two at or below each magnitude: what float32 holds is a normal number here; -1023 of zero."""
+    """Exponent of the power of two at or below each magnitude (float32 subnormals are normal here); -1023 for zero."""
     return ((np.ascontiguousarray(values).view(np.int64) >> 52) & 0x7FF) - 1023
 
 

@@ -49,13 +49,13 @@ TORCH_BYTES = {
 
 
 def every_code(fmt: Format) -> torch.Tensor:
-    """In ascending order as numbers without a sign."""
+    """In ascending order as unsigned numbers."""
     return torch.arange(1 << fmt.bits, dtype=torch.int32).to(code_dtype(fmt))
 
 
 @each_format
 def test_every_code_decodes_as_each_witness_says(fmt: Format) -> None:
-    """The definition, gfloat, ml_dtypes or numpy, and torch's own dtype, where they have the format."""
+    """The definition, gfloat, ml_dtypes or numpy, and torch's dtype, if they have the format."""
     codes = every_code(fmt)
     found = decode(codes, fmt)
     assert mismatches(found, exactly(fmt, numbers(fmt.name))) == 0
@@ -83,7 +83,7 @@ NAN_CODES = {
 
 @for_each("name", NAN_CODES)
 def test_every_nan_has_one_code(name: str) -> None:
-    """Whatever its sign and payload: what a cast keeps of them differs between devices."""
+    """Whatever its sign and payload, which casts treat differently by device."""
     fmt = next(fmt for fmt in ALL if fmt.name == name)
     bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF])
     nans = bits.to(torch.int32).view(torch.float32)

@@ -51,7 +51,7 @@ def test_nothing_is_kept_of_a_gpu_or_before_it_is_compiled(cache: Path) -> None:
 
 @pytest.fixture
 def kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that `read` takes, whose text is executed, in a folder of the user's in a sticky one."""
+    """A file that `read` accepts and executes, in the user's folder inside a sticky one."""
     monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group(("staff", "x", number, [])))
     file = cache / "user" / "fp8bench" / "kernel.json"
     file.parent.mkdir(parents=True)
@@ -76,7 +76,7 @@ def test_what_is_kept_is_not_compiled_again(kept: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("others", [0o020, 0o002])
 def test_what_others_may_have_written_is_not_run(place: int, others: int, kept: Path) -> None:
-    """The file, its folder and the folder above, in which its folder could be replaced."""
+    """The file, its folder, and the parent folder, in which the folder could be replaced."""
     open_to_others = [kept, *kept.parents][place]
     assert bits() == 7
     open_to_others.chmod(open_to_others.stat().st_mode | others)

@@ -38,7 +38,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Cast(NamedTuple):
-    """What is cast how; by row, or with one scale."""
+    """A cast to test; by row, or with one scale."""
 
     fmt: Format
     source: torch.dtype
@@ -61,14 +61,14 @@ DELAYED = [Delayed(4), Delayed(3, Amax.MOST_RECENT, margin=2), Delayed(1024, int
 
 
 def pieces(source: torch.dtype) -> Iterator[Tensor]:
-    """Matrices of every size and stride: multiples of 16 and not, turned, parts of others, one row, one column."""
+    """Matrices of many sizes and strides: multiples of 16 and not, transposed, slices, one row, one column."""
     x, tame = AWKWARD.to(source), AWKWARD[8:41, :250].to(source)
     yield from (x, x[192:208], x.t(), tame, tame.t(), x[:, 3:200], x[:64:2, ::3], x[:1], x[:, :1], x[:16, :16].t())
     yield from (torch.zeros(16, 32, dtype=source), torch.full((7, 5), float("nan"), dtype=source), x[5:7])
 
 
 def cast(x: Tensor, how: Cast) -> list[Tensor]:
-    """All that operators give of a matrix."""
+    """All outputs of the operators for a matrix."""
     if how.by_row:
         return [*row_codes(x, how.fmt, how.rounding), *row_codes(x.t(), how.fmt, how.rounding)]
     scale, inverse = current_scale(largest_magnitude(x), how.fmt, how.rounding)
@@ -81,14 +81,14 @@ BLOCKS = [(E4M3, BF16, POWER_OF_TWO), (E4M3, F32, EXACT)]
 
 
 def in_blocks(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Tensor]:
-    """All that operators give of a matrix in blocks of 128."""
+    """All outputs of the operators for a matrix in blocks of 128."""
     pairs = [row_codes(x, fmt, rounding, 128), row_codes(x.t(), fmt, rounding, 128)]
     pairs += [*square_codes(x, fmt, rounding), *square_codes(x, fmt, rounding, both=True)]
     return [one for pair in pairs for one in pair]
 
 
 def in_blocks_stored(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Tensor]:
-    """The same as they are stored, laid out afterwards."""
+    """The same from stored tensors, laid out afterwards."""
     found = []
     for one, side in ((x, 1), (x.t(), 1), (x, 128), (x, 128), (x.t(), 128)):
         stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding), checked=False)
@@ -99,7 +99,7 @@ def in_blocks_stored(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Te
 
 
 def scales_by_definition(x: np.ndarray, how: Cast) -> np.ndarray:
-    """Of the rows of a matrix, or one of it, float32 operation by operation."""
+    """Scales of a matrix, per row or as a whole, in float32 operation by operation."""
     amax = np.abs(x).max(axis=1, keepdims=True) if how.by_row else np.abs(x).max()
     usable = np.isfinite(amax) & (amax > 0)
     with np.errstate(all="ignore"):
@@ -110,13 +110,13 @@ def scales_by_definition(x: np.ndarray, how: Cast) -> np.ndarray:
 
 
 def codes_by_definition(x: np.ndarray, scale: np.ndarray | float, fmt: Format) -> np.ndarray:
-    """As ml_dtypes rounds what does not saturate."""
+    """Codes by ml_dtypes' rounding of unsaturated values."""
     with np.errstate(all="ignore"):
         return np.clip(x * np.float32(scale), -fmt.largest, fmt.largest).astype(NUMPY[fmt])
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """In every bit, but for those of a NaN."""
+    """Equal in every bit, except NaN payloads."""
     if one.shape != other.shape or one.dtype != other.dtype or not one.is_contiguous():
         return False
     number = ~(one.float().isnan() & other.float().isnan())
@@ -156,7 +156,7 @@ def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch
 
 
 def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Scales lie where a product looks for them, too; what fills their memory up is zero."""
+    """Scales are also where a product reads them; padding is zero."""
     pairs = [*zip(found, wanted, strict=True)]
     data = all(same(*pair) for pair in pairs[::2])
     return data and all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in pairs[1::2])
@@ -164,7 +164,7 @@ def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @for_each(("fmt", "source", "rounding"), BLOCKS, ids=str)
 def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: ScaleRounding) -> None:
-    """Those are held against definitions in test_scaled.py."""
+    """Stored ones are compared with definitions in test_scaled.py."""
     for x in pieces(source):
         assert same_blocks(in_blocks(x, fmt, rounding), in_blocks_stored(x, fmt, rounding)), (x.shape, x.stride())
 
@@ -177,7 +177,7 @@ def test_compiled_blocks_are_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def both_ways(x: Tensor) -> list[Tensor]:
-    """By rows and by blocks of 128."""
+    """Row-wise and in blocks of 128."""
     pairs = [*row_codes_both(x, E4M3, POWER_OF_TWO), *row_codes_both(x, E4M3, EXACT, 128)]
     return [one for pair in pairs for one in pair]
 
@@ -201,7 +201,7 @@ def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) 
 
 
 def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
-    """All that thirty casts see and leave, of magnitudes that come and go, zeros and what is not finite among them."""
+    """Outputs and states of thirty casts with growing and shrinking magnitudes, zeros and non-finite values."""
     history, casts = torch.zeros(delayed.history, device=device), torch.zeros((), dtype=torch.int32, device=device)
     scale, found = torch.ones((), device=device), []
     for step in range(30):
@@ -214,7 +214,7 @@ def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tens
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", sampled(DELAYED[:1], DELAYED), ids=str)
 def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State and all; eager ones are held against a definition in tests/nn/test_tensor_scales.py."""
+    """State included; eager ones are compared with a definition in tests/nn/test_tensor_scales.py."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     eager = course(delayed, E4M3)

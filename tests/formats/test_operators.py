@@ -25,7 +25,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Asked(NamedTuple):
-    """What is quantised into what, and whether operands are transposed as those of backward products are."""
+    """A cast to test, and whether operands are transposed as in backward products."""
 
     fmt: Format
     scaling: Scaling | None
@@ -64,13 +64,13 @@ ASKED = [
     Asked(E2M1, NVFP4, turned=True, stochastic=True),
     Asked(E2M1, NVFP4_SQUARE),
 ]
-# One by rows and turned, one in blocks.
+# One by rows and transposed, one in blocks.
 SAMPLE = [ASKED[10], ASKED[17]]
 SEED = torch.tensor(11)
 
 
 def awkward() -> Tensor:
-    """Float32 numbers of every kind: subnormals, halves, zeros of both signs, infinities, NaN, and blocks of each."""
+    """float32 numbers of every kind: subnormals, midpoints, signed zeros, infinities, NaN, and blocks of each."""
     generator = torch.Generator().manual_seed(3)
     spread = torch.randn(160, 256, generator=generator).mul_(torch.randn(160, 256, generator=generator).mul_(8).exp2_())
     bits = torch.randint(-(1 << 31), 1 << 31, (32, 256), generator=generator).to(torch.int32).view(F32)
@@ -88,7 +88,7 @@ AWKWARD = awkward()
 
 
 def pieces(asked: Asked) -> Iterator[Tensor]:
-    """Tensors of one kernel: other shapes and strides, whole blocks and not, one element, one row, other memory."""
+    """Tensors for one kernel: several shapes, strides and alignments, complete blocks and not, one element, one row."""
     x = AWKWARD.to(asked.source)
     if asked.turned:
         yield from (x.t(), x[:96].t(), x[:, :1].contiguous().t())
@@ -101,7 +101,7 @@ def pieces(asked: Asked) -> Iterator[Tensor]:
 
 
 def eagerly(x: Tensor, asked: Asked) -> Tensor:
-    """What the operations give that operators are made of."""
+    """The eager operations that the operators fuse."""
     out = torch.empty(x.shape, dtype=asked.target, device=x.device)
     seed = SEED.to(x.device) if asked.stochastic else None
     if asked.scaling is None:
@@ -110,29 +110,29 @@ def eagerly(x: Tensor, asked: Asked) -> Tensor:
 
 
 def called(x: Tensor, asked: Asked, out: Tensor | None = None) -> Tensor:
-    """What the operator gives, into memory that lies as `x` does."""
+    """The operator's result in memory with the strides of `x`."""
     out = torch.full_like(x, 7.0, dtype=asked.target) if out is None else out
     seed = SEED.to(x.device) if asked.stochastic else None
     return values(x, asked.fmt, asked.scaling, overflow=asked.overflow, seed=seed, out=out)
 
 
 def counted() -> tuple[int, int, tuple[compiling.Kernel, ...]]:
-    """Calls as many operations, calls as one kernel, and the kernels that are wanted."""
+    """Calls as many operations, calls as one kernel, and expected kernels."""
     return operators.KERNELS.eager, operators.KERNELS.fused.total(), tuple(operators.KERNELS.wanted)
 
 
 def differences(one: Tensor, other: Tensor) -> int:
-    """Elements that differ in any bit, but for a NaN's."""
+    """Elements that differ in any bit, except NaN payloads."""
     assert one.shape == other.shape and one.dtype == other.dtype
     wide, second = one.float().contiguous().view(torch.int32), other.float().contiguous().view(torch.int32)
     return int(((wide != second) & ~(one.isnan() & other.isnan())).sum())
 
 
 def compile_for(*every: Asked) -> None:
-    """Their kernels, where no test before this one has needed them."""
+    """Compiles their kernels unless an earlier test did."""
     for asked in every:
         called(AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source), asked)
-    with pytest.MonkeyPatch.context() as patched:  # one width is half the time: test_vector_width.py has either
+    with pytest.MonkeyPatch.context() as patched:  # one width takes half the time: test_vector_width.py has both
         patched.setattr(vector_width, "widths", lambda device: ())
         operators.KERNELS.compile(*operators.KERNELS.wanted)
 
@@ -143,7 +143,7 @@ def assert_fused(
     many: list[Tensor],
     same: Callable[[list[Tensor], list[Tensor]], bool],
 ) -> None:
-    """All of them by the same few kernels, whose sizes are free, are what they are by many operations."""
+    """Asserts that all use the same few kernels with dynamic sizes and equal many operations."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     eager = [call(x) for x in many]
@@ -156,7 +156,7 @@ def assert_fused(
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in which no kernel was asked for yet."""
+    """A process that has requested no kernel yet."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
 
@@ -210,13 +210,13 @@ def test_no_call_compiles_or_has_guards_to_fail() -> None:
                     assert differences(called(x, asked), eagerly(x, asked)) == 0
     assert {name: dict(one) for name, one in counters.items()} == counted
     assert tuple(operators.KERNELS.wanted) == kernels
-    # A kernel's library is not linked with what turns subnormals off for the process.
+    # A kernel's library must not link the code that flushes subnormals for the whole process.
     assert float(torch.tensor(1e-40) * 0.5) > 0
 
 
 @for_each("asked", ASKED, ids=str)
 def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
-    """torch 2.11 takes equal sizes for one and the same."""
+    """torch 2.11 treats equal sizes as the same symbol."""
     x = AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source)
     placed = layout_of(x, torch.empty_like(x, dtype=asked.target), Quantisation(asked.fmt, asked.scaling))
     assert placed is not None
@@ -247,7 +247,7 @@ def test_without_a_compiler_calls_stay_eager_and_say_why(monkeypatch: pytest.Mon
     asked = Asked(E3M2, None)
     called(AWKWARD, asked)
     (kernel,) = operators.KERNELS.wanted
-    # Not by monkeypatch: what it puts back, torch's options have lost.
+    # Not by monkeypatch: torch's options do not survive its restore.
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(Exception, match="compiler"):
         operators.KERNELS.compile(kernel)
     assert "compiler" in operators.KERNELS.refused[kernel]

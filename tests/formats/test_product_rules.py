@@ -38,7 +38,7 @@ def product(
     output: str = "bf16",
     rows: bool = False,
 ) -> Product:
-    """One whose operands are rounded alike."""
+    """A product with both operands rounded alike."""
     one = Treatment(fmt, scaling)
     return Product(m, n, k, one, one, output, rows)
 
@@ -52,7 +52,7 @@ SCHEMES = {
     Scheme.MXFP4: (E2M1, MX),
     Scheme.NVFP4: (E2M1, NVFP4),
 }
-# Which class of devices has which product in torch; what is not here is missing.
+# Device classes and their torch products; combinations not listed do not exist.
 THERE = {
     A100: set(),
     L40S: {Scheme.TENSOR, Scheme.ROW},
@@ -85,8 +85,10 @@ def test_fnuz_formats_are_those_of_mi300_alone() -> None:
 
 
 def test_pairs_that_no_library_multiplies() -> None:
-    """They are emulated everywhere, and the reason names them. Of two kinds blocks and squares are a product alone:
-    DeepSeek's forward one of 1x128 by 128x128, NVFP4's of 1x16 by 16x16."""
+    """They are emulated everywhere, and the reason names them.
+
+    Only two mixed pairs are products: DeepSeek's forward one, 1x128 by 128x128, and NVFP4's 1x16 by 16x16.
+    """
     for fmt, scaling in ((E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)):
         one = product(512, 512, 512, fmt, scaling)
         assert one.scheme is None and fmt.name in missing(one, B200)
@@ -95,7 +97,7 @@ def test_pairs_that_no_library_multiplies() -> None:
     assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is Scheme.NVFP4
 
 
-# torch's own tests of mxfp8 and nvfp4 (test_scaled_matmul_cuda.py): M, K, N that they run on CUDA.
+# torch's tests of mxfp8 and nvfp4 (test_scaled_matmul_cuda.py): M, K, N that they run on CUDA.
 RUN_BY_TORCH = [
     (128, 128, 128),
     (128, 256, 512),
@@ -154,7 +156,7 @@ def test_types_that_padding_does_not_mend() -> None:
 
 
 def test_transformer_engine_has_rules_of_its_own() -> None:
-    """No MXFP8 on the desk, no blocks before Hopper; nothing to say of a scale a row."""
+    """No MXFP8 on desktop Blackwell, no blocks before Hopper; no rules for row scales."""
     mxfp8 = product(64, 64, 64, E4M3, MX)
     assert not missing(mxfp8, RTX5090) and "refuses MXFP8" in te_refusal(mxfp8, RTX5090)
     assert te_refusal(mxfp8, B200) == te_refusal(product(64, 64, 64, E4M3, ROW), H100) == ""

@@ -46,7 +46,7 @@ def rounded(value: float | list[float], fmt: Format, overflow: Overflow = Overfl
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit, but one NaN is as good as another."""
+    """Bit by bit; all NaNs are equal."""
     return mismatches(one, other.numpy()) == 0
 
 
@@ -102,8 +102,8 @@ def test_numbers_of_the_format_never_move(fmt: Format) -> None:
 
 
 def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
-    """2^16 random numbers that stand for all 2^24 of them, of a value whose rest has 16 bits (13 of tf32)."""
-    if fmt in (BF16, TF32):  # the lowest bits are used, as many as the mantissa loses
+    """2^16 random numbers that represent all 2^24 for a value with 16 dropped bits (13 for tf32)."""
+    if fmt in (BF16, TF32):  # uses as many of the lowest bits as the mantissa drops
         return torch.arange(1 << 16, dtype=torch.int32)
     return torch.arange(0, 1 << RANDOM_BITS, 1 << (RANDOM_BITS - 16), dtype=torch.int32)
 
@@ -129,10 +129,10 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
 @each_format
 def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
     value = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(2))))
-    if fmt in (BF16, TF32, E8M0):  # goes up at the largest number that the lost bits can hold, and at no other
+    if fmt in (BF16, TF32, E8M0):  # rounds up at the largest number that the dropped bits can hold, and at no other
         last = (1 << 23 - fmt.mantissa_bits) - 1
         up, down = last, last - 1
-    else:  # goes up at the numbers below its share
+    else:  # rounds up at the numbers below its share
         share = 1 << RANDOM_BITS - 23 + fmt.mantissa_bits
         up, down = share - 1, share
     drawn = round_values(value, fmt, torch.tensor([up, down], dtype=torch.int32))
@@ -141,7 +141,7 @@ def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
 
 @each_format
 def test_stochastic_rounding_is_unbiased(fmt: Format) -> None:
-    """Within 4 standard errors of the mean, for all values together, and as scattered as its chances say."""
+    """The mean of all values is within 4 standard errors, and the variance is as expected."""
     rng = np.random.default_rng(7)
     rungs = ladder(fmt.name)
     top = min(np.log2(rungs[-2]), 120.0)
@@ -154,7 +154,7 @@ def test_stochastic_rounding_is_unbiased(fmt: Format) -> None:
     step, magnitude = high - low, np.abs(values).astype(np.float64)
     chance = (magnitude - low) / step
     draws = chance * (1 - chance) > 0
-    # In steps of each value's own size, so that no large one drowns the others.
+    # In steps of each value's size, so that large values do not dominate.
     errors = ((np.abs(result) - magnitude) / step)[draws]
     variances = (chance * (1 - chance))[draws]
     assert draws.sum() > 100_000
@@ -215,7 +215,7 @@ FIGURES = [
 
 @cache
 def gaussian(rows: int = 1024) -> torch.Tensor:
-    """A million values: the figures of two seeds differ by 0.02 dB at most."""
+    """A million values: two seeds differ by 0.02 dB at most."""
     return torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)) * DEVIATION
 
 

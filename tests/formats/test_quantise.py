@@ -42,7 +42,7 @@ each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
 
 
 def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -> None:
-    """No mismatch with any witness that has the format and that way of overflowing."""
+    """Asserts agreement with every oracle that has the format and overflow rule."""
     assert mismatches(ours, by_definition(values, fmt.name, overflow)) == 0
     asked = numbers_for_gfloat(values, fmt)
     assert mismatches(ours.numpy()[asked], by_gfloat(values[asked], fmt.name, overflow)) == 0
@@ -52,16 +52,16 @@ def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -
 
 
 def numbers_for_gfloat(values: Floats, fmt: Format) -> Mask:
-    """Its e8m0 differs by design at ties, below the smallest number and where there is no code."""
+    """gfloat's e8m0 deliberately differs at ties, below the smallest number and where there is no code."""
     if fmt is not E8M0:
         return np.ones(values.shape, bool)
-    with np.errstate(invalid="ignore"):  # of signalling NaNs some processors warn
+    with np.errstate(invalid="ignore"):  # some CPUs warn about signalling NaNs
         tie = np.frexp(values)[0] == 0.75
     return (values >= fmt.smallest_normal) & ~tie
 
 
 def numbers_for_ml_dtypes(values: Floats, fmt: Format) -> Mask:
-    """No NaN in FP4 and FP6, and not the half octave above e8m0's smallest number, which it rounds up."""
+    """Without NaN for FP4 and FP6, and the half octave above e8m0's smallest number, which ml_dtypes rounds up."""
     if fmt in FINITE:
         return ~np.isnan(values)
     if fmt is E8M0:
@@ -97,7 +97,7 @@ def test_the_first_value_that_overflows_lies_halfway() -> None:
 
 
 def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
-    """As in ml_dtypes. torch's cast makes 2^-127 of zero and drops the sign; gfloat's ties go to even codes."""
+    """As in ml_dtypes. torch's cast turns zero into 2^-127 and drops the sign; gfloat's ties go to even codes."""
     values = torch.tensor([0.0, -0.0, -1.0, -torch.inf, torch.nan, 1.5, 3.0, 1e-45])
     rounded = round_to(values, E8M0)
     assert rounded[:5].isnan().all()
@@ -180,14 +180,14 @@ SEEDS = [0, 1, -1, 12345678901234567, 1 << 32, -(1 << 63)]
 
 
 def mixed(word: Words) -> Words:
-    """The bijection as its author writes it: Wellons' lowbias32, on unsigned numbers."""
+    """Wellons' bijection lowbias32 as its author writes it, on unsigned numbers."""
     word = (word ^ (word >> np.uint32(16))) * np.uint32(0x7FEB352D)
     word = (word ^ (word >> np.uint32(15))) * np.uint32(0x846CA68B)
     return word ^ (word >> np.uint32(16))
 
 
 def witness(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.int32]:
-    """The number of each place, in unsigned arithmetic."""
+    """The number of each position, in unsigned arithmetic."""
     low, high = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32), (index >> np.uint64(32)).astype(np.uint32)
     unsigned = seed % (1 << 64)
     golden = np.uint32(0x9E3779B9)
@@ -223,7 +223,7 @@ def test_places_count_and_nothing_else() -> None:
 
 
 def test_bits_are_set_every_second_time_and_alone() -> None:
-    """Within 5 standard errors: each of the 24, and each of them where the same one of the neighbour is set."""
+    """Within 5 standard errors: each of the 24 bits, and each together with the neighbour's same bit."""
     count = 1 << 18
     numbers = random_bits((count,), torch.tensor(3)).numpy()
     assert numbers.min() >= 0 and numbers.max() < 1 << RANDOM_BITS

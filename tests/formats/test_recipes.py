@@ -30,7 +30,7 @@ def alike(treatment: Treatment, **others: object) -> Recipe:
     return Recipe(treatment, treatment, treatment, **others)  # type: ignore[arg-type]
 
 
-# What is made, and a word of why not.
+# The recipe and part of the message.
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Delayed(history=0), "65536, not 0"),
     (lambda: Delayed(history=65537), "not 65537"),

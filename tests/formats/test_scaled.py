@@ -1,4 +1,4 @@
-"""What holds for every scaling: any tensor, storage that gives back the values, bad input refused."""
+"""Every scaling, with any tensor: storage returns the same values, and bad input is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAIRS = [(fmt, scaling) for fmt in FORMATS.values() for scaling in SCALINGS if a
 each_pair = for_each(
     ("fmt", "scaling"), PAIRS, ids=[f"{fmt.name}-{scaling and scaling.name}" for fmt, scaling in PAIRS]
 )
-# One of each way through the code.
+# One case for each path through the code.
 each_kind = for_each(
     ("fmt", "scaling"),
     [
@@ -66,7 +66,7 @@ each_kind = for_each(
 
 
 def dequantised(stored: Scaled) -> torch.Tensor:
-    """The values that were stored: every element times the scale of its block."""
+    """Dequantises stored values: every element times its block's scale."""
     shape, scaling, scales = stored.shape, stored.scaling, stored.scales
     height, width = prod(shape[:-1]), shape[-1] if shape else 1
     codes = unpack(stored.codes, stored.fmt, width).reshape(height, width)
@@ -110,7 +110,7 @@ def test_storage_takes_the_bytes_it_says(fmt: Format, scaling: Scaling | None) -
 
 
 def test_codes_are_those_of_torch() -> None:
-    """Whoever multiplies with torch's own kernels takes the bytes as they are."""
+    """So that torch's kernels can read the bytes unchanged."""
     x = gaussian(32, 64)
     for fmt, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
         stored = quantise(x, fmt, TENSOR)
@@ -185,7 +185,7 @@ def test_a_given_factor_takes_the_place_of_the_current_one() -> None:
 
 @for_each("fmt", [FORMATS[name] for name in MX_ELEMENTS], ids=lambda fmt: fmt.name)
 def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
-    """In the element, else in its block's scale, else not at all."""
+    """In the element, otherwise in its block's scale, otherwise nowhere."""
     x = gaussian(4, 64)
     x[1, 40] = torch.nan
     marked = quantise(x, fmt, MX)
@@ -202,9 +202,9 @@ def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
 
 @for_each(("fmt", "scaling"), [(E4M3, MX), (E2M1, MX), (E2M1, NVFP4_UP), (E4M3, BLOCK)])
 def test_stochastic_rounding_is_unbiased(fmt: Format, scaling: Scaling) -> None:
-    """Over 64 seeds the mean of each value is the value, within four standard errors of the sum over all of them.
+    """Over 64 seeds each value's mean is the value, within four standard errors of the total.
 
-    Not so with NVFP4's nearest block scales, under which the largest elements are clipped (test_properties.py).
+    NVFP4's nearest block scales clip the largest elements (test_properties.py).
     """
     x = gaussian(64, 128)
     drawn = torch.stack([values(x, fmt, scaling, seed=torch.tensor([seed])) for seed in range(64)]).double()

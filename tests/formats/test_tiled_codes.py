@@ -1,4 +1,4 @@
-"""Native casts to MX and NVFP4: as they are stored and laid, as ml_dtypes has them, and compiled as eager."""
+"""Native casts to MX and NVFP4: equal to stored tensors in their layout, to ml_dtypes, and compiled equal to eager."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEED = torch.tensor([11])
 
 
 class Cast(NamedTuple):
-    """What is cast how."""
+    """A cast to test."""
 
     fmt: Format
     scaling: Scaling
@@ -51,7 +51,7 @@ CASTS = [
 
 
 def pieces(source: torch.dtype) -> Iterator[Tensor]:
-    """Matrices that fill their tiles and that do not, or not even their blocks; turned; parts of others; one row."""
+    """Matrices that fill their tiles, only their blocks, or neither; transposed; slices; one row."""
     x = AWKWARD.to(source)
     whole = torch.cat([x, x.flip(0)])[:256].contiguous()
     yield from (whole, whole.t(), x, x.t(), x[:, :128], x[:45, :200], x[:45, :200].t(), x[:1], x[:, :1], x[:64:2, ::2])
@@ -64,12 +64,12 @@ def cast(x: Tensor, how: Cast) -> list[Tensor]:
 
 
 def seeded(seed: Tensor, steps: tuple[int, ...] = (1,)) -> Draw:
-    """A draw whose first seed this one is."""
+    """A random draw that starts with this seed."""
     return Draw(seed - steps[0], torch.zeros_like(seed), steps)
 
 
 def stored(x: Tensor, how: Cast) -> list[Tensor]:
-    """The same as it is stored, laid out afterwards."""
+    """The same from stored tensors, laid out afterwards."""
     found = quantise(x, how.fmt, how.scaling, seed=how.seed, checked=False)
     assert found.scales is not None
     each = found.scales.repeat_interleave(how.scaling.rows, 0)[: len(x)]
@@ -83,13 +83,13 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @for_each("how", CASTS, ids=str)
 def test_codes_are_stored_ones(how: Cast) -> None:
-    """Those are held against definitions in test_scaled.py, and where scales lie below."""
+    """Stored ones are compared with definitions in test_scaled.py, scale positions below."""
     for x in pieces(how.source):
         assert same(cast(x, how), stored(x, how)), (x.shape, x.stride())
 
 
 def both_ways(x: Tensor, how: Cast) -> list[Tensor]:
-    """Of the matrix, and of its transpose."""
+    """For the matrix and its transpose."""
     return [one.view(torch.uint8) for pair in tiled_codes_both(x, x.t(), how.fmt, how.scaling) for one in pair]
 
 
@@ -156,8 +156,8 @@ def unscaled(x: Tensor) -> list[Tensor]:
 
 
 def test_e2m1_codes_without_a_scale_are_those_of_ml_dtypes() -> None:
-    """NaN, which has no code, is the largest, as in a GPU's saturating conversion."""
-    halves = torch.arange(-32, 33) / 4  # every number, every tie, and what lies beyond
+    """NaN, which has no code, becomes the largest, as in a GPU's saturating conversion."""
+    halves = torch.arange(-32, 33) / 4  # every number, every tie, and values beyond
     x = torch.cat([halves, torch.tensor([torch.inf, -torch.inf, 1e-45, -0.0, torch.nan])]).repeat(3, 1)
     for tensor in (x, x.t(), x[:, ::2], x[:1].to(BF16)):
         wanted = tensor.float().nan_to_num(6.0).numpy().clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
@@ -174,7 +174,7 @@ def test_compiled_codes_without_a_scale_are_eager_ones(source: torch.dtype, monk
 
 @for_each("device", ["cpu", "meta"])
 def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
-    """NVFP4's tensor scale is another; where tiles are filled nothing else is done."""
+    """NVFP4's tensor scale is a second one; full tiles need nothing else."""
     x, draw = torch.zeros(256, 256, device=device), seeded(SEED.to(device))
     with Operators() as seen:
         tiled_codes(x.t(), E4M3, MX)
@@ -207,13 +207,13 @@ SHAPES = [(1, 1), (1, 7), (9, 1), (128, 4), (33, 7), (129, 5), (300, 12), (256, 
 
 
 def numbered(down: int, across: int) -> torch.Tensor:
-    """No two alike within a tile, none zero."""
+    """Distinct, non-zero numbers within a tile."""
     return (torch.arange(down * across) % 251 + 1).to(torch.uint8).view(down, across)
 
 
 @for_each(("down", "across"), SHAPES)
 def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
-    """By the formula of cuBLAS: tiles of 128 x 4 one after the other, row after row of them; the rest is zero."""
+    """cuBLAS's formula: tiles of 128 x 4 in row-major order; padding is zero."""
     scales = numbered(down, across)
     laid = swizzle(scales)
     wide = -(-across // 4)
@@ -228,7 +228,7 @@ def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
 
 @for_each(("down", "across"), SHAPES)
 def test_float_scales_lie_by_columns(down: int, across: int) -> None:
-    """The shapes and strides that torch asks for on compute capability 9.0; what fills squares up is zero."""
+    """The shapes and strides that torch requires on compute capability 9.0; padding is zero."""
     scales = numbered(down, across).float()
     laid, turned, filled = by_columns(scales), squares(scales), -(-across // 4) * 4
     assert torch.equal(laid, scales) and laid.shape == (down, across)

@@ -1,6 +1,6 @@
-"""torchao's scalings against these, bit for bit wherever it computes what the definitions say.
+"""torchao's scalings compared bit for bit where they follow the definitions.
 
-Where it does not, by design or for speed, the difference is stated and tested: nothing of it is copied.
+Deliberate differences are stated and tested; nothing of torchao is copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import a_million, differing, patterns, wide
 
 with warnings.catch_warnings():
-    # It warns of kernels that were built for other versions of Python and torch; none is used here.
+    # It warns of kernels built for other versions of Python and torch, which are unused here.
     warnings.simplefilter("ignore")
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
@@ -77,7 +77,7 @@ def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, 
 @each_mode
 @each_format
 def test_mx_agrees_at_every_exponent_but_the_lowest(fmt: Format, mode: ScaleRounding) -> None:
-    """torchao takes the scale 2^-127 for 2^-126 (RCEIL: for 1) when it encodes, and not when it decodes."""
+    """torchao uses 2^-126 (RCEIL: 1) for the scale 2^-127 when encoding, but not when decoding."""
     x = wide(1 << 8, 1 << 10)
     theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))
     assert torch.equal(codes(theirs.scale), codes(stored.scales))
@@ -91,7 +91,7 @@ def test_mx_agrees_at_every_exponent_but_the_lowest(fmt: Format, mode: ScaleRoun
 
 @for_each("kind", ["gaussian", "outliers", "octaves", "patterns"])
 def test_nvfp4_agrees_where_block_scales_are_normal(kind: str) -> None:
-    """torchao keeps block scales at 2^-6 or above: what lies in smaller blocks loses bits that e4m3 could keep."""
+    """torchao keeps block scales at 2^-6 or above, so smaller blocks lose bits that e4m3 could keep."""
     x = a_million()[kind]
     theirs, stored = nvfp4_of_torchao(x), quantise(x, E2M1, NVFP4)
     normal = decode(codes(stored.scales), E4M3) >= 2.0**-6
@@ -109,7 +109,7 @@ def test_nvfp4_agrees_where_block_scales_are_normal(kind: str) -> None:
 @for_each("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
 @for_each("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO], ids=lambda one: one.name)
 def test_float8_factors_and_codes_agree(fmt: Format, scaling: Scaling) -> None:
-    """But for zeros and for magnitudes under 1e-12, which torchao scales as if they were 1e-12."""
+    """Except zeros and magnitudes under 1e-12, which torchao scales as 1e-12."""
     dtype = {**DTYPES, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}[fmt]
     few = a_million(1 << 6)
     for x in (few["gaussian"], few["outliers"], wide(1 << 8, 1 << 10), patterns(1 << 8, 1 << 10)):

@@ -23,7 +23,7 @@ Planted = Callable[[dict[int, float]], list[int]]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where choices are kept: nowhere yet, by a processor with two widths."""
+    """An empty cache of choices, on a CPU with two widths."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     return tmp_path / "fp8bench"
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
-    """Kernels that take so many seconds of a processor by their width, or do not compile at 0; what is compiled."""
+    """Kernels that take the given seconds by width, or do not compile if 0; returns what was compiled."""
 
     def plant(seconds: dict[int, float]) -> list[int]:
         built: list[int] = []
@@ -96,7 +96,7 @@ def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_the_first_choice_counts_for_all() -> None:
-    """Two workers that measure at once take the same width: else identical code would differ."""
+    """Two workers that measure at once use the same width, otherwise identical code would differ."""
     one, other = Kept("a kernel"), Kept("a kernel")
     assert one.read() is None
     assert one.keep(512) == 512 and other.keep(256) == 512 and other.read() == 512
@@ -117,12 +117,12 @@ def test_a_file_that_says_nothing_or_cannot_be_written_is_measured_anew(cache: P
 
 @pytest.mark.usefixtures("cache")
 def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> None:
-    """gcc prefers 256 bits where it tunes for some of Intel's, and e4m3 takes ten times as long."""
+    """gcc prefers 256 bits when tuning for some Intel CPUs, which makes e4m3 ten times as slow."""
     from torch._inductor import config
 
     wide, narrow = (compiling._options(KERNEL, bits, config) for bits in (512, 256))
     assert (wide["cpp.simdlen"], narrow["cpp.simdlen"]) == (512, 256) and "cpp.march" not in narrow
-    assert wide["cpp.vec_isa_ok"] is True  # no process is started to see what torch says already
+    assert wide["cpp.vec_isa_ok"] is True  # no process starts for a fact that torch already knows
     assert wide.get("cpp.march", "") == "native -mprefer-vector-width=512" * hasattr(config.cpp, "march")
 
 

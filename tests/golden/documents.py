@@ -17,7 +17,7 @@ from pathlib import Path
 _NAME, _SAME = "######## ", "%% "
 _SECTION_OF = re.compile(r"%% section (\d+) of (.+)")
 _LINES_OF_BASE = re.compile(r"%% (\d+) lines?(?:, (-?\d+) on)?")
-# Characters of the shortest section and of the shortest line that a reference is worth.
+# Minimum characters of a section and of a line that are stored as references.
 _SHORT_SECTION, _SHORT_LINE = 100, 20
 
 
@@ -35,7 +35,7 @@ def load(path: Path) -> dict[str, str]:
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
-    """Each change once, below the names of the documents that hold it."""
+    """Each change once, below the names of the documents that contain it."""
     holders = defaultdict(list)
     for name in now:
         lines = difflib.unified_diff(before.get(name, "").split("\n"), now.get(name, "").split("\n"), n=0, lineterm="")
@@ -75,7 +75,7 @@ def _decode(lines: list[str], base: list[str], documents: dict[str, str]) -> Ite
 
 
 class _Folding:
-    """Replaces the lines of a document that its base has, too, in the same order."""
+    """Replaces lines that a document shares with its base in the same order."""
 
     def __init__(self, base: list[str]) -> None:
         self._base = base
@@ -121,13 +121,13 @@ def _base_of(name: str, documents: dict[str, str]) -> list[str]:
 
 
 def _unmarked(line: str) -> str:
-    """A line of Markdown as a page has it."""
+    """A line of Markdown as a page shows it."""
     line = re.sub(r"^(#+|-|\|) | \|$|\\(?=[\W_])", "", line).replace("\u25bc ", "").replace("\u25b2 ", "")
     return " ".join(html.unescape(line.replace(" | ", " ").replace("\u25cb ", "")).split())
 
 
 def _sections(text: str) -> list[list[str]]:
-    """Paragraphs; of Markdown and pages what is below a heading."""
+    """Paragraphs; for Markdown and pages the parts below headings."""
     headed = text.startswith(("# ", "style and script"))
     sections: list[list[str]] = [[]]
     for line in text.split("\n"):

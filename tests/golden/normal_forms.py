@@ -12,13 +12,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-# What is not of fp8bench, and why it may differ.
+# Text that does not come from fp8bench, and why it may differ.
 MASKS = (
-    (re.compile(r"fp8bench \d+\.\d+\.\d+\w*"), "fp8bench VERSION", "a release is no change of a document"),
+    (re.compile(r"fp8bench \d+\.\d+\.\d+\w*"), "fp8bench VERSION", "a release does not change a document"),
     (re.compile(r"acknowledged \d{4}-\d{2}-\d{2}"), "acknowledged TODAY", "a change is acknowledged while a test runs"),
     (re.compile(r"-?\d+\.\d{8,}(?:e[-+]?\d+)?"), None, "last digits are those of vector instructions"),
 )
-# Characters of a line and of a text, rows of a table, values of a list, and how many times more are too many.
+# Limits: characters of a line and of a text, rows of a table, values of a list, and the excess over them that is
+# shortened.
 _LINE, _LONG, _ROWS, _KEPT, _FEW = 150, 400, 800, 20, 3
 
 
@@ -33,7 +34,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 def normal(name: str, text: str) -> str:
-    """The document in the form that is kept: JSON by lines, CSV without repetitions."""
+    """The document in its stored form: JSON by lines, CSV without repetitions."""
     forms = {".json": of_json, ".csv": of_csv}
     form = forms.get(Path(name).suffix)
     return masked(text) if form is None else form(masked(text))
@@ -44,10 +45,10 @@ def digest(text: str) -> str:
 
 
 def of_json(text: str) -> str:
-    """One value a line. Samples are replaced by their number and a digest."""
+    """One value per line. Samples are replaced by their number and a digest."""
     try:
         documents, rest = [json.loads(text)], ""
-    except ValueError:  # behind the document something was said
+    except ValueError:  # a message followed the document
         first, _, rest = text.partition("\n")
         documents = [json.loads(first)] if first.startswith("{") else []
         rest = rest if documents else text
@@ -68,7 +69,7 @@ def _short(value: Any) -> Any:
 
 
 def _thinned(values: list[Any]) -> list[Any]:
-    """Every n-th of very many, with a digest of all."""
+    """Every n-th of many values, with a digest of all."""
     step = 1 + len(values) // _KEPT
     if step < _FEW:
         return values
@@ -90,7 +91,7 @@ def _laid_out(value: Any, before: str) -> Iterator[str]:
 
 
 def of_csv(text: str) -> str:
-    """Leaves out cells that equal those above ('~3' for three), and of many rows all but every n-th, with a digest."""
+    """Leaves out cells equal to those above ('~3' for three), and of many rows all but every n-th, with a digest."""
     rows = list(csv.reader(io.StringIO(text)))
     lines = [_ditto(row, before) for before, row in zip([[], *rows], rows, strict=False)]
     step = 1 + len(lines) // _ROWS
@@ -114,8 +115,10 @@ def of_frame(frame: Any) -> str:
 
 
 def of_files(folder: Path) -> str:
-    """The texts in files of bytes, such as TensorBoard's."""
-    rows = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
+    """The texts in binary files, such as TensorBoard's."""
+    rows = []
+    for path in sorted(folder.rglob("*")):
+        rows += [[str(path.relative_to(folder)), *words] for words in _words(path)]
     lines = io.StringIO()
     csv.writer(lines).writerows(rows)
     return of_csv(lines.getvalue())

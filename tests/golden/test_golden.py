@@ -1,10 +1,10 @@
-"""What commands make of stored runs, trainings, duels, fleets and values: the same words, figures and pages as ever.
+"""Prints stored runs, trainings, duels, fleets and values, and compares words, figures and pages with stored documents.
 
-All of it was measured once, in slots of microseconds, by the commands that the files name. `stores/gpu` and
-`stores/history` and the training 8964265c are the tests' stand-ins for a GPU, many commits and six seeds; the duel
-d8d9cff0 is one that was killed. A document that differs is read, never waved through. After a wanted change
-`python -m tests.golden.test_golden [NAME ...]` writes the named documents again, by default all of them and those of
-tests/told_before.py, and prints each change once with the documents that hold it (tests/golden/documents.py).
+All was measured once, in slots of microseconds, by the commands that the files name. `stores/gpu`, `stores/history` and
+the training 8964265c stand in for a GPU, many commits and six seeds; the duel d8d9cff0 was killed. Read each
+difference. After a deliberate change `python -m tests.golden.test_golden [NAME ...]` rewrites the named documents, by
+default all and those of tests/told_before.py, and prints each change once with its documents
+(tests/golden/documents.py).
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ AGAIN = "python -m tests.golden.test_golden"
 
 @dataclass(frozen=True)
 class Document:
-    """The words of a command, which prints it or writes it to a file of its name; `&&` stands between several.
+    """Words of a command that prints the document or writes a file of its name; `&&` separates commands.
 
-    `frame` makes one of the Python interface. `value` is what was measured, where the command would measure it now. A
-    copy of a store is in the working directory, whose terminal has so many columns.
+    `frame` creates one from the Python interface. `value` is a stored measurement that replaces measuring. The working
+    directory has a copy of a store, the terminal `width` columns.
     """
 
     words: str
@@ -83,7 +83,7 @@ TRAININGS = {
 DUELS = {"duel": "d8d9759e", "quick-duel": "ad2e50fa", "cut-duel": "d8d9cff0"}
 AUDITS = ("pass", "fail", "model", "layers")
 SERIES = "'gemm.Gemm.track_time(bf16, 512)'"
-# Every run and training in these; some of them in others, too, whose fields are those of all runs.
+# Every run and training in these views; some also in others, which have the same fields for all runs.
 FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".csv": "show {id} --csv -"}
 IN_JSON = ("gemm", "failing", "collective", "gpu-clean", "judged-training", "cut-training", "quick-duel")
 
@@ -119,8 +119,8 @@ def _of_audits() -> Iterator[tuple[str, Document]]:
         yield f"{value}.md", Document(f"audit net.py:make --md {value}.md", value=value)
 
 
-# Runs that earlier versions stored, whose requests lack what was added later: gemm at two commits, one with cases
-# that failed, and that of reports/sample.
+# Runs of earlier versions, whose requests lack later fields: gemm at two commits, one with failed cases, and that of
+# reports/sample.
 OLD, NEW, FAILING, SAMPLE = "97a62823", "c1fdadfa", "de0b9da3", "a95c7ff0"
 _STORED = {
     "old.txt": f"show {OLD}", "old.csv": f"show {OLD} --csv -", "old.json": f"show {OLD} --json",
@@ -138,7 +138,7 @@ _STORED = {
 }  # fmt: skip
 STORED = {f"stored-{name}": Document(words, "stored") for name, words in _STORED.items()}
 DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED | {
-    # Other looks at runs.
+    # Other views of runs.
     "gemm-60.txt": Document("show 8b215bef --all", width=60),
     "gpu-60.txt": Document("show 9a000001 --all --explain", "gpu", width=60),
     "gpu-answer-60.txt": Document("show 9a000001 --explain", "gpu", width=60),
@@ -160,7 +160,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "gpu-shares.json": Document("show 9a000001 --shares --json", "gpu"),
     "gpu-boards.txt": Document("show 9a000001 --log tensorboard:boards && files boards", "gpu"),
     "training-boards.txt": Document("show 8964265c --log tensorboard:boards && files boards"),
-    # What is said of two, of many, and of what shall be done.
+    # Comparisons of two or many runs, and plans.
     "compared.txt": Document("compare 8b215bef b818081e --explain"),
     "compared.csv": Document("compare 8b215bef b818081e --csv -"),
     "compared.json": Document("compare 8b215bef b818081e --json"),
@@ -212,7 +212,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "fleet.csv": Document("fleet report .fp8bench --csv -", "fleet"),
     "fleet.json": Document("fleet report .fp8bench --json", "fleet"),
     "fleet.md": Document("fleet report .fp8bench --md fleet.md", "fleet"),
-    # What is measured now, of values that were measured once.
+    # Commands that measure, with stored measurements.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform-all.txt": Document("conform --all", value="conform"),
     "conform.json": Document("conform --json", value="conform"),
@@ -236,7 +236,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         "&& ".join(f"list {name} " for name in ("gemm", "transformer", "attention", "conv", "optimizer", "data")),
         value="devices",
     ),
-    # What measures nothing.
+    # Commands that do not measure.
     "lint.txt": Document("lint-shapes gpt2"),
     "lint.json": Document("lint-shapes gpt2 --dtypes fp8,mxfp8 --devices h100,b200 --json"),
     "parallel-plan.txt": Document(
@@ -349,7 +349,7 @@ def a_place(folder: Path, document: Document) -> Iterator[None]:
         sample.parent.mkdir()
         shutil.copy(HERE.parents[1] / "reports" / "sample" / "run.jsonl", sample)
     for path in folder.rglob("*.jsonl"):
-        begun = re.match(r"(\d{8}T\d{6})", path.name)  # who shares a store tells clocks by its files' times
+        begun = re.match(r"(\d{8}T\d{6})", path.name)  # clocks of a shared store are compared by file times
         when = datetime.strptime(begun[1] if begun else "20261124T120000", "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
         os.utime(path, (when.timestamp() + 2, when.timestamp() + 2))
     for path in OWN.iterdir():
@@ -399,7 +399,7 @@ def made(words: Sequence[str]) -> str:
 
 
 def document_of(name: str) -> str:
-    """The document as it is rendered now, in the form that is kept."""
+    """The document as rendered now, in its stored form."""
     document = DOCUMENTS[name]
     with tempfile.TemporaryDirectory() as made_for_it, a_place(Path(made_for_it).resolve(), document):
         said = "".join(made(shlex.split(words)) for words in document.words.split("&&"))
@@ -407,7 +407,7 @@ def document_of(name: str) -> str:
         return normal(name, text.replace(str(Path.cwd()), "HERE"))
 
 
-_NEWER_HELP = sys.version_info >= (3, 13)  # argparse lays options out in another way
+_NEWER_HELP = sys.version_info >= (3, 13)  # argparse formats options differently
 
 
 @functools.cache
@@ -416,7 +416,7 @@ def expected_in(file: str) -> dict[str, str]:
 
 
 def file_of(name: str) -> str:
-    """Few files, so that a sentence that many documents hold changes few of them."""
+    """Few files, so that a sentence in many documents changes few of them."""
     if name.startswith("help"):
         return "help.txt"
     if name.endswith((".csv", ".json", ".xml")) or re.match(r"frame-|.*-boards", name):
@@ -426,19 +426,19 @@ def file_of(name: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _a_case_is_resampled_once() -> Iterator[None]:
-    """Documents show the same few runs, of more cases than a command line has to remember."""
+    """Caches resampling: documents show the same few runs, of more cases than a command line caches."""
     with mock.patch.object(stats, "_best_case", functools.cache(stats._best_case.__wrapped__)):
         yield
 
 
-# A page takes as long as ten tables; two runs have theirs each time.
+# A page takes as long as ten tables, so only two runs have theirs by default.
 SLOW = {f"{name}.md" for name in RUNS if name not in ("gemm", "failing")}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in DOCUMENTS]
 )
-def test_it_is_told_as_before(name: str) -> None:
+def test_documents_equal_the_stored_ones(name: str) -> None:
     if name.startswith("help") and _NEWER_HELP:
         pytest.skip("help is laid out by this Python's argparse; what is expected is that of 3.11 and 3.12")
     expected, now = expected_in(file_of(name)).get(name, ""), document_of(name)
@@ -447,8 +447,7 @@ def test_it_is_told_as_before(name: str) -> None:
         pytest.fail("\n".join([f"{name} differs; read how. If all of it is wanted: {AGAIN} {name}", *lines]), False)
 
 
-def test_nothing_is_left_out() -> None:
-    """Each document is in its file, and each file has nothing else."""
+def test_every_document_is_stored_and_no_other() -> None:
     assert {path.name for path in TEXTS.iterdir()} == {*map(file_of, DOCUMENTS), MADE.name}
     for file in set(map(file_of, DOCUMENTS)):
         assert list(expected_in(file)) == [name for name in DOCUMENTS if file_of(name) == file], file
@@ -457,7 +456,7 @@ def test_nothing_is_left_out() -> None:
 def expected_or_nothing(file: str) -> dict[str, str]:
     try:
         return load(TEXTS / file)
-    except (KeyError, IndexError):  # its references lead nowhere: a merge left it in conflict
+    except (KeyError, IndexError):  # its references lead nowhere: unresolved merge conflict
         return {}
 
 

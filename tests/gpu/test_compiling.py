@@ -1,4 +1,4 @@
-"""Quantisers compiled for a GPU, in the worker. Skipped, with the reason, where there is none."""
+"""Quantisers compiled for a GPU, in the worker. Skipped with the reason without one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("how", CASTS, ids=str)
 def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU, and compared with a CPU."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = [x.cuda() for x in pieces(how.source)]
     eager = [cast(x, how) for x in there]
@@ -83,7 +82,7 @@ def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pyte
         on_processor = cast(x.cpu(), how)
         for ours, theirs, here in zip(cast(x, how), wanted, on_processor, strict=True):
             assert same(ours, theirs) and same(ours.cpu(), here), (x.shape, x.stride())
-    assert operators.KERNELS.fused.total() and operators.KERNELS.eager > before  # those of the processor are eager
+    assert operators.KERNELS.fused.total() and operators.KERNELS.eager > before  # those of the CPU are eager
 
 
 @pytest.mark.parametrize("how", test_tiled_codes.CASTS, ids=str)
@@ -143,7 +142,7 @@ def test_casts_start_as_many_kernels_as_they_say(turned: bool, by_hand: bool, mo
 
 
 def count_kernels(turned: bool, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # By hand, rows of a transpose take a launch for their magnitudes, after one that sets these to zero.
+    # In Triton, rows of a transpose need a launch that zeroes magnitudes and a launch that fills them.
     rows, squares = (3 if turned else 1, 1) if by_hand else (1, 2)
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped, with the reason, where there is none."""
+"""Properties that only a GPU can show. Skipped with the reason without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, TENSOR
 from fp8bench.formats.scaled import factor, values
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, MemoryUse, Request, Run, Status, Verdict
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, MemoryUse, Request, Status, Verdict
 from fp8bench.model.raw import Settings
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.pipeline import execute
@@ -22,6 +22,7 @@ from fp8bench.protocols import Operand, Role, SilentObserver
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
+from tests.runs import Made
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,7 @@ def product_case(precision: str, side: int, facts: DeviceFacts) -> Case:
     return Case("gemm", params, precision, facts.key)
 
 
-def executed(store: Path, request: Request) -> tuple[Run, dict[str, Finding]]:
+def executed(store: Path, request: Request) -> Made:
     run = execute(request, store, SilentObserver(), "a test")
     assert run.finished
     return run, findings(run)
@@ -60,7 +61,6 @@ def test_the_device_tells_its_facts(facts: DeviceFacts) -> None:
 
 
 def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
-    """The intervals add up to the whole, but for the events' resolution of half a microsecond each."""
     stamper = Cuda().stamper(facts.index)
     clock = PhaseClock(stamper)
     a = normal(1024, 1024)
@@ -82,7 +82,7 @@ def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
 
 
 def test_marks_of_a_backward_arrive_in_the_clock(facts: DeviceFacts) -> None:
-    """Autograd runs backward on the device's own thread."""
+    """Autograd runs backward in the device's thread."""
     from fp8bench.nn.linear import Linear
 
     stamper = Cuda().stamper(facts.index)
@@ -148,7 +148,6 @@ def test_the_tf32_scope_changes_products_and_is_restored(facts: DeviceFacts) -> 
 
 
 def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
-    """By its type, and through a worker; the memory is given back."""
     with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
         torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     assert Cuda().is_out_of_memory(raised.value)
@@ -197,7 +196,6 @@ def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precision: str) -> None:
-    """Operands and result in rounded blocks, and cuBLAS's workspace, whether or not it was there before."""
     bench = Bench(Settings())
     case = product_case(precision, 2048, facts)
     peaks = [bench.memory(case, facts) for _ in range(2)]
@@ -218,7 +216,7 @@ def test_memory_on_the_device_is_told_apart(facts: DeviceFacts, precision: str) 
     use = Bench(Settings()).memory(Case("mlp", params, precision, facts.key), facts)
     assert isinstance(use, MemoryUse) and sum(size for _, size in use.roles) == use.peak
     result = dict(use.roles)
-    weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by what is not worth splitting
+    weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by a remainder too small to split
     assert weights <= result["weights"] <= weights + (4 << 20) and result["gradients"] > 0
     assert ("low_precision_weights" in result) == (precision != "fp32")
     assert result.get("other", 0) <= 0.01 * use.peak, (result, use.why)

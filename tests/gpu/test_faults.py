@@ -1,4 +1,4 @@
-"""Faults planted between torch and the CUDA runtime, through whole suites; skipped where there is no GPU."""
+"""Faults planted between torch and the CUDA runtime, through whole suites. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def failed(run: Run) -> list[Record]:
     [(710, "device-side assert triggered"), (700, "an illegal memory access"), (214, "uncorrectable ECC error")],
 )
 def test_a_broken_context_costs_one_case(code: int, words: str, library: Path, tmp_path: Path) -> None:
-    """The others are measured in a fresh worker."""
     run = run_with(f"launch:3000:{code}", library, tmp_path)
     told = [record.reason or record.detail for record in run.records if words in record.reason + record.detail]
     assert len(told) == 1 and len(failed(run)) <= 1

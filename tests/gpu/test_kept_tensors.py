@@ -1,4 +1,4 @@
-"""Casts, gradient buffers and moments on a GPU. Skipped, with the reason, where there is none."""
+"""Casts, gradient buffers and moments on a GPU. Skipped with the reason without one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from tests.gpu.waits import none_may_wait
+from tests.plans import cases_of
 
 pytestmark = pytest.mark.gpu
 
-# Sizes that take no time, and the most that each precision may lose there.
+# Sizes that take no time, and the largest error of each precision there.
 SMALL = {
     "cast": (("shape", ("256",)), ("role", ("input", "gradient"))),
     "accumulate": (("micro_batches", ("4",)), ("width", ("128",))),
@@ -42,7 +43,7 @@ def bench() -> Iterator[Bench]:
 
 def cases(name: str, precision: str, facts: DeviceFacts) -> list[Case]:
     plan = make_plan(Request(name, (precision,), (facts.key,), axes=SMALL[name]), (facts,))
-    result = [item.case for group in plan for item in group.cases if item.runs]
+    result = [planned.case for planned in cases_of(plan) if planned.runs]
     if not result:
         pytest.skip(f"{facts.name} does not do {precision}")
     return [case for case in result if dict(case.params).get("scaling") != "off"]
@@ -73,8 +74,11 @@ def test_no_step_is_taken_for_idle_and_none_leaks(name: str, precision: str, fac
 def test_errors_on_the_device_are_as_small_as_the_precision_allows(
     name: str, precision: str, facts: DeviceFacts, bench: Bench
 ) -> None:
-    """Native kernels lose no more than the emulation, of which an optimizer's update has more: it is the difference of
-    two parameters, whose last bits weigh up to a thousandth of it."""
+    """Native kernels are no worse than the emulation.
+
+    An optimizer's update has more error: it is the difference of two parameters, whose last bits weigh up to a
+    thousandth of it.
+    """
     processor = next(item for item in bench.probe() if item.kind == "cpu")
     for case in cases(name, precision, facts):
         there = bench.error(replace(case, device=processor.key), processor) if name == "optimizer" else {}

@@ -55,7 +55,6 @@ def test_casts_have_the_values_that_they_have_on_a_processor(mode: str, facts: D
 
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts) -> None:
-    """They differ by the order of sums and the rounding of results to bf16."""
     outcomes: list[list[Tensor]] = []
     for place, chosen in (("cuda", facts), ("cpu", CPU)):
         torch.manual_seed(1)
@@ -73,7 +72,6 @@ def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_never_waits_for_a_cast(mode: str, facts: DeviceFacts) -> None:
-    """Only a layer's first cast, which allocates its memory, may wait."""
     arithmetic, source = of(mode, facts), on_cpu(64, 96).cuda()
     for step in range(4):
         with none_may_wait() if step else nullcontext():

@@ -55,7 +55,6 @@ def test_a_replay_takes_no_longer_than_a_step(bench: Bench, facts: DeviceFacts, 
 
 
 def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> None:
-    """The product is so small that launching it takes longer."""
     bench.prepare("key", product(128, facts), facts)
     empty = bench.slot("key", 20, 2)
     full = bench.slot("key", 20, 2, filling_of(empty.host_seconds, 20))
@@ -63,7 +62,6 @@ def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> No
 
 
 def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: DeviceFacts) -> None:
-    """A cast reads little and computes less: slower by a quarter or more."""
     params = (
         ("rows", 1024),
         ("columns", 2048),
@@ -92,8 +90,6 @@ def test_a_step_that_reads_its_data_is_not_captured(corpus: Corpus, facts: Devic
 
 
 def test_a_phase_by_itself_takes_its_time_in_the_step(bench: Bench, facts: DeviceFacts) -> None:
-    """A product that is all of its step, and small enough that 200 of them do not lower the clock; what is kept for it
-    is given back."""
     bench.prepare("key", product(2048, facts), facts)
     filling = filling_of(20e-6, 20)
     step = best(bench.slot("key", 20, 2, filling))

@@ -1,4 +1,4 @@
-"""Arms of a training on a GPU. Skipped, with the reason, where there is none."""
+"""Arms of a training on a GPU. Skipped with the reason without one."""
 
 from __future__ import annotations
 

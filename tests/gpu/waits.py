@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def none_may_wait() -> Iterator[None]:
-    """torch raises where the body waits for the device; its warning that this mode is a prototype is silenced."""
+    """torch raises if the body waits for the device; its warning that this mode is a prototype is silenced."""
     _set("error")
     try:
         yield

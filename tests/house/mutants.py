@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.house.sources import FILES, PACKAGE, ROOT
 
-# Rooms of the core and the folders whose tests are nearest to them.
+# Rooms of the core and the folders with their nearest tests.
 NEAREST = {
     "analysis": ("analysis", "report", "golden"),
     "formats": ("formats", "precisions"),
@@ -54,17 +54,17 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-# Calls that only matter when the power fails, so that no test can notice their absence.
-INVISIBLE = ("PRAGMA synchronous", "fsync")
-# Seconds after which a bug counts as found: it hangs.
+# Calls whose absence only a power failure shows.
+INVISIBLE = re.compile("PRAGMA synchronous|fsync")
+# Seconds after which a bug counts as found, because tests hang.
 HANGS = 900
-# pytest's status where no test was selected, as in files of slow tests only.
+# pytest's exit code if no test was selected, as in files of slow tests.
 NO_TESTS = 5
 
 
 @dataclass(frozen=True)
 class Bug:
-    """What is planted where; `plant` changes the tree that it was found in."""
+    """A bug and its place; `plant` changes the tree in place."""
 
     path: Path
     tree: ast.Module
@@ -92,7 +92,7 @@ def bugs_in(path: Path, tree: ast.Module, statement: ast.stmt) -> Iterator[Bug]:
 
 
 def changes_of(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The bugs that one node can have, each as words and a function that plants it."""
+    """The possible bugs at one node, as a description and a function that plants it."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
         ops = [SWAPPED[type(node.ops[0])](), *node.ops[1:]]
         yield f"swap the comparison in `{ast.unparse(node)}`", lambda: setattr(node, "ops", ops)
@@ -109,23 +109,23 @@ def changes_of(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def draw_bugs(seed: int, count: int) -> list[Bug]:
-    """Draw `count` bugs by the seed, each in another module."""
+    """Draws `count` bugs by seed, each in another module."""
     drawn = random.Random(seed)
     modules = [path for path in FILES if path.relative_to(PACKAGE).parts[0] in NEAREST and any(find_bugs(path))]
     return [draw_bug(drawn, path) for path in drawn.sample(modules, count)]
 
 
 def draw_bug(drawn: random.Random, path: Path) -> Bug:
-    """Draw a bug of a module; the next one if nobody could see it."""
+    """Draws a bug of a module; draws again if no test could notice it."""
     bugs = list(find_bugs(path))
     first = drawn.randrange(len(bugs))
-    return next(bug for bug in bugs[first:] + bugs[:first] if not any(call in bug.words for call in INVISIBLE))
+    return next(bug for bug in bugs[first:] + bugs[:first] if not INVISIBLE.search(bug.words))
 
 
 def is_found(bug: Bug, copy: Path) -> bool:
-    """Whether the nearest tests fail, or hang, with the bug in the copy of the tree.
+    """Whether the nearest tests fail or hang with the bug in the copied tree.
 
-    Files that import the module run first: most bugs are found there in seconds.
+    Files that import the module run first: they find most bugs in seconds.
     """
     planted = copy / bug.path.relative_to(ROOT)
     original = planted.read_text()
@@ -144,8 +144,11 @@ def find_importers(module: Path, folders: list[str]) -> list[str]:
     path = module.parent if module.stem == "__init__" else module.with_suffix("")
     package, name = ".".join(path.relative_to(ROOT).parent.parts), path.name
     spelled = re.compile(rf"^from {package}(\.{name} import | import (.*\W)?{name}\b)", re.MULTILINE)
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("test_*.py"))]
-    return [str(path.relative_to(ROOT)) for path in files if spelled.search(path.read_text())]
+    importers = []
+    for folder in folders:
+        paths = sorted((ROOT / folder).rglob("test_*.py"))
+        importers += [str(path.relative_to(ROOT)) for path in paths if spelled.search(path.read_text())]
+    return importers
 
 
 def do_fail(tests: list[str], copy: Path) -> bool:

@@ -1,7 +1,7 @@
-"""What each room weighs, and the limits that may fall and never rise: `python -m tests.house.ratchet` lowers them.
+"""Weighs each room, and keeps limits that may fall but not rise: `python -m tests.house.ratchet` lowers them.
 
-A syntax node is one node of Python's own syntax tree: a name, a call, an operator. Lines can be packed, nodes cannot.
-The limits are in ratchet.toml. To raise one, add a `[[raised]]` entry there, whose reason a reviewer can accept.
+A syntax node is one node of Python's syntax tree: a name, a call, an operator. Lines can be packed, nodes cannot. The
+limits are in ratchet.toml. To raise one, add a `[[raised]]` entry there with a reason that a reviewer can accept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = Path(__file__).with_name("ratchet.toml")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FIGURES = ("nodes", "nodes a statement", "nested comprehensions", "imported names", "fmt: skip")
 HELP_OPTIONS = {"-h", "--help", "--help-all", "--version"}
-# A change smaller than this neither breaks a limit by itself nor has to be locked in.
+# A smaller change neither breaks a limit by itself nor needs to be recorded.
 NODE_STEP = 100
 Weights = dict[str, float]
 Table = dict[str, Weights]
@@ -51,7 +51,7 @@ def tracked_modules() -> list[Path]:
 
 
 def name_room(path: Path) -> str:
-    """The folder that a module is counted in: fp8bench/ROOM, fp8bench/features/NAME, or all of tests/ and suites/."""
+    """The folder that a module counts for: fp8bench/ROOM, fp8bench/features/NAME, or all of tests/ and suites/."""
     folders = path.relative_to(ROOT).parts[:-1]
     if folders[0] != "fp8bench":
         return folders[0]
@@ -64,13 +64,13 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def is_nested(node: ast.AST) -> bool:
-    """Whether this comprehension has two loops, or another comprehension inside."""
+    """Whether this comprehension has two loops or contains another comprehension."""
     inner = [part for part in ast.walk(node) if isinstance(part, COMPREHENSIONS)]
     return len(inner) > 1 or len(node.generators) > 1
 
 
 def count_parts(text: str) -> Counter[str]:
-    """How many nodes, statements, nested comprehensions, imported names and `fmt: skip` a module has."""
+    """Counts nodes, statements, nested comprehensions, imported names and `fmt: skip` of a module."""
     by_kind: dict[type[ast.AST], list[Any]] = defaultdict(list)
     for node in ast.walk(ast.parse(text)):
         by_kind[type(node)].append(node)
@@ -92,14 +92,14 @@ def weigh_rooms(paths: Iterable[Path]) -> Table:
 
 
 def weigh(counts: Counter[str]) -> Weights:
-    """The figures of a room. Nodes are rounded up, so that a change of a few breaks no limit."""
+    """The figures of a room. Nodes are rounded up, so that a change of a few nodes breaks no limit."""
     nodes = math.ceil(counts["nodes"] / NODE_STEP) * NODE_STEP
     density = math.ceil(10 * counts["nodes"] / max(counts["statements"], 1)) / 10
     return dict(zip(FIGURES, (nodes, density, counts["nested"], counts["imported"], counts["skips"]), strict=True))
 
 
 def count_options() -> Table:
-    """How many options each command has with its subcommands, `--help` and its kin not counted."""
+    """Counts the options of each command with its subcommands, without `--help` and similar."""
     return {name: {"options": options_of(command)} for name, command in commands_of(build_parser()).items()}
 
 
@@ -112,8 +112,8 @@ def measure() -> Table:
     return weigh_rooms(tracked_modules()) | count_options()
 
 
-def read_limits() -> dict[str, Any]:
-    return tomllib.loads(LIMITS.read_text())
+def read_limits(path: Path = LIMITS) -> dict[str, Any]:
+    return tomllib.loads(path.read_text())
 
 
 def find_raise(limits: dict[str, Any], room: str, figure: str) -> float:
@@ -121,52 +121,60 @@ def find_raise(limits: dict[str, Any], room: str, figure: str) -> float:
     return sum(entry.get(figure, 0) for entry in entries if entry["room"] == room)
 
 
-def table_of(limits: dict[str, Any]) -> Table:
-    """The limits without what was raised."""
-    rooms = {room: dict(zip(FIGURES, figures, strict=True)) for room, *figures in limits["rooms"]}
-    return rooms | {name: {"options": count} for name, count in limits["options"].items()}
+def table_of(limits: dict[str, Any], figures: tuple[str, ...]) -> Table:
+    """The limits without raises."""
+    rooms = {room: dict(zip(figures, columns, strict=True)) for room, *columns in limits["rooms"]}
+    return rooms | {name: {"options": count} for name, count in limits.get("options", {}).items()}
 
 
-def find_excess(limits: dict[str, Any], weights: Table) -> list[str]:
-    """A sentence for each figure that is above its limit; a room without a line has the limit 0."""
-    table = table_of(limits)
+def find_excess(limits: dict[str, Any], weights: Table, figures: tuple[str, ...] = FIGURES) -> list[str]:
+    """A sentence for each figure above its limit; a room without a line has limit 0."""
+    table = table_of(limits, figures)
     sentences = []
-    for room, figures in weights.items():
-        for figure, weight in figures.items():
+    for room, weighed in weights.items():
+        for figure, weight in weighed.items():
             limit = round(table.get(room, {}).get(figure, 0) + find_raise(limits, room, figure), 1)
             if weight > limit:
                 sentences.append(f"{room}: {figure} is {weight:,g}, at most {limit:,g} allowed")
     return sentences
 
 
-def lower(limits: dict[str, Any], weights: Table) -> Table:
-    """The table with each figure that fell; what was raised stays on top of it."""
-    table = table_of(limits)
+def lower(limits: dict[str, Any], weights: Table, figures: tuple[str, ...] = FIGURES) -> Table:
+    """The table with lower figures; raises stay on top of it."""
+    table = table_of(limits, figures)
     for room in [room for room in table if room not in weights]:
         del table[room]
-    for room, figures in table.items():
-        for figure, limit in figures.items():
-            figures[figure] = min(limit, round(weights[room][figure] - find_raise(limits, room, figure), 1))
+    for room, limited in table.items():
+        for figure, limit in limited.items():
+            limited[figure] = min(limit, round(weights[room][figure] - find_raise(limits, room, figure), 1))
     return table
 
 
-def render(table: Table, raised: str = "") -> str:
-    lines = [HEADER, f"rooms = [\n    # room, {', '.join(FIGURES)}"]
-    for room, figures in table.items():
-        if "nodes" in figures:
-            columns = ", ".join(f"{figures[name]:g}" for name in FIGURES)
+def render(table: Table, entries: str = "", header: str = HEADER, figures: tuple[str, ...] = FIGURES) -> str:
+    """The file of limits: the table, options if there are any, and the entries with reasons unchanged."""
+    lines = [header, f"rooms = [\n    # room, {', '.join(figures)}"]
+    for room, limits in table.items():
+        if "options" not in limits:
+            columns = ", ".join(f"{limits[name]:g}" for name in figures)
             lines.append(f"    [{json.dumps(room) + ',':34} {columns}],")
-    lines.append("]\n\n[options]")
-    for name, figures in table.items():
-        if "options" in figures:
-            lines.append(f"{name} = {figures['options']:g}")
-    return "\n".join([*lines, ""]) + (f"\n{raised}" if raised else "")
+    lines.append("]")
+    options = [f"{name} = {limits['options']:g}" for name, limits in table.items() if "options" in limits]
+    if options:
+        lines += ["\n[options]", *options]
+    return "\n".join([*lines, ""]) + (f"\n{entries}" if entries else "")
+
+
+def lower_limits(path: Path, header: str, figures: tuple[str, ...], weights: Table) -> None:
+    """Rewrites a file of limits with the figures that fell; an empty table gets the figures of today."""
+    _, mark, entries = path.read_text().partition("\n[[")
+    limits = read_limits(path)
+    table = lower(limits, weights, figures) if limits["rooms"] else weights
+    path.write_text(render(table, mark.lstrip() + entries, header, figures))
 
 
 def main() -> None:
-    text, weights = LIMITS.read_text(), measure()
-    _, mark, raised = text.partition("\n[[raised]]")
-    LIMITS.write_text(render(lower(read_limits(), weights), mark.lstrip() + raised))
+    weights = measure()
+    lower_limits(LIMITS, HEADER, FIGURES, weights)
     excess = find_excess(read_limits(), weights)
     totals = dict.fromkeys(("fp8bench", "tests", "suites", "options"), 0.0)
     for room, figures in weights.items():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from pathlib import Path
 
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 
 import fp8bench
+from tests.house.sources import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 ATTRIBUTE = re.compile(r"(?<![\w./-])fp8bench\.([A-Za-z]\w*)")
@@ -20,7 +19,7 @@ IMPORTED = re.compile(r"from fp8bench import (\([^)]*\)|[^\n]*)")
 
 
 def documented() -> set[str]:
-    """Names the pages show in code as `fp8bench.NAME` or `from fp8bench import NAME`; rooms are no public names."""
+    """Names shown in pages as `fp8bench.NAME` or `from fp8bench import NAME`; rooms are not public."""
     names: set[str] = set()
     for page in PAGES:
         for code in CODE.findall(page.read_text()):

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import ROOT
+
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
-# What opens a file of a store or of a user is files.open_file, which waits for no pipe. The others read what is this
-# machine's or our own.
+# Files of stores and users are opened by files.open_file, which never blocks on a pipe. These modules read only this
+# machine's or fp8bench's files.
 OPENS = re.compile(r"""\.read_(?:bytes|text)\(|\.open\("(?:rb|ab|r\+b|a\+b)\"""")
 OTHERS = (
     "plan/corpus.py",
@@ -30,7 +31,7 @@ LATER = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
 def files() -> list[Path]:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs git and a checkout, to know which files are the repository's")
-    # safe.directory: in containers the checkout often belongs to another user.
+    # safe.directory: in containers the checkout often belongs to a different user.
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = [ROOT / name for name in done.stdout.split("\0") if name]
@@ -38,17 +39,16 @@ def files() -> list[Path]:
 
 
 def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
-    return [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
-        for path in files
-        if pattern.search(text := path.read_text(errors="replace"))
-        for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line)
-    ]
+    found = []
+    for path in files:
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    return found
 
 
 def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files: list[Path]) -> None:
-    """What is not done is said in ARCHITECTURE.md or an issue, with its reason; a helper lives with its user."""
+    """Unfinished work belongs in ARCHITECTURE.md or an issue, with its reason; a helper is next to its caller."""
     assert Path(__file__).resolve() in files
     assert not offenders(files, MACHINE_PATH) + offenders(files, LATER)
     assert not [path for path in files if path.stem in {"utils", "util", "helpers", "misc"}]
@@ -56,6 +56,9 @@ def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files:
 
 def test_files_of_a_store_or_a_user_are_opened_in_one_way() -> None:
     package = ROOT / "fp8bench"
-    files = [path for room in ("store", "plan", "jobs", "features", "cli") for path in (package / room).rglob("*.py")]
-    opening = {str(path.relative_to(package)) for path in files if OPENS.search(path.read_text())}
+    opening = set()
+    for room in ("store", "plan", "jobs", "features", "cli"):
+        for path in (package / room).rglob("*.py"):
+            if OPENS.search(path.read_text()):
+                opening.add(str(path.relative_to(package)))
     assert opening == set(OTHERS)

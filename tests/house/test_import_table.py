@@ -24,7 +24,7 @@ NAMES = frozenset({"protocols", "registry"})
 PARENT = FLOOR | NAMES | {"analysis", "measure", "plan", "report", "store", "user_code"}
 
 # Room -> the rooms it may import; a room is a module or package directly under fp8bench. Modules of a room may import
-# each other, except leaves (LEAVES): workloads, precisions and devices never lean on their neighbours.
+# each other, except leaves (LEAVES): workloads, precisions and devices do not depend on each other.
 TABLE: dict[str, frozenset[str]] = {
     "suggestions": frozenset(),
     "errors": frozenset({"suggestions"}),
@@ -62,7 +62,7 @@ TABLE: dict[str, frozenset[str]] = {
     "__init__": ANYONE,
     "__main__": ANYONE,
 }
-# What formats says of numbers, products and devices without torch.
+# Modules of formats on numbers, products and devices that need no torch.
 LIGHT_FORMATS = frozenset(
     f"fp8bench.formats.{name}" for name in ("grids", "hardware", "product_rules", "recipe_support", "recipes")
 )
@@ -77,7 +77,7 @@ LIGHT_NN_NAMES = (
 )
 LIGHT_NN = frozenset(f"fp8bench.nn.{name}" for name in LIGHT_NN_NAMES)
 LIGHT = LIGHT_FORMATS | LIGHT_NN
-# Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
+# Rooms that others may import only in part: (importer's prefix, room) -> the modules.
 PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.store", "plan"): frozenset({"fp8bench.plan.checked_workload"}),
     ("fp8bench.report", "formats"): LIGHT_FORMATS,
@@ -85,8 +85,8 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.measure", "store"): frozenset({"fp8bench.store.asv.identity"}),
     ("fp8bench.measure", "worker"): frozenset({"fp8bench.worker.bench", "fp8bench.worker.faults"}),
 }
-# A feature may import the core below the command line, the command line from its own command and what that shows and
-# takes, and of other features only these.
+# A feature may import the core below the command line, the command line from its command and its options and outputs,
+# and only these other features.
 OTHER_FEATURES: dict[str, frozenset[str]] = {
     "advise": frozenset({"infer", "sensitivity", "train"}),
     "claim": frozenset({"train"}),
@@ -94,20 +94,20 @@ OTHER_FEATURES: dict[str, frozenset[str]] = {
     "infer": frozenset({"train"}),
     "watch": frozenset({"train"}),
 }
-# The modules of a feature that may import the command line.
+# Modules of a feature that may import the command line.
 DOORS = frozenset({"command", "progress", "api"})
 LEAVES = frozenset({"backends", "precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
-# Rooms that every reader knows, and the page leaves out of its table.
+# Rooms that every reader knows, which the page's table omits.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "suggestions", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "feature_list", "pipeline", "registry", "suites"}
 MOST_ROOMS = 22
-# What one can read at once, in lines.
+# Lines that a person can read at once.
 LONGEST_MODULE = 500
 LONGEST_FUNCTION = 85
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "yaml"})
-# Importable inside a function: what is heavy, and what a machine may lack.
+# Imports allowed inside a function: heavy or optional packages.
 LAZY = HEAVY | {
     "accelerate",
     "asv_runner",
@@ -124,8 +124,7 @@ LAZY = HEAVY | {
     "transformer_engine",
     "wandb",
 }
-# Where a module may import heavy packages at its top: the first prefix that fits counts.
-# What runs in the worker of an audit.
+# Where modules may import heavy packages at the top; the first matching prefix counts. These run in an audit's worker.
 AUDITING = (
     "auditor",
     "host",
@@ -138,7 +137,7 @@ AUDITING = (
     "results",
     "times",
 )
-# What a bench imports when it is asked for it, since its parent imports the bench.
+# Modules that a bench imports on request, because the parent process imports the bench.
 ONCE_ASKED = (
     "bits",
     "conformity",
@@ -169,21 +168,25 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.features.", frozenset({"numpy"})),
     ("fp8bench.report.page.drawing.pictures", frozenset({"matplotlib"})),
 )
-# Module -> what else it may import inside a function. The reason stands beside it.
+# Module -> additional imports allowed inside a function, with the reason.
 LAZY_ALLOWED: dict[str, frozenset[str]] = {
-    # The namespace of the package holds public names only.
+    # The package's namespace holds only public names.
     "fp8bench": frozenset({"importlib"}),
-    # It brings OpenSSL along, for user modules and long names only: --help does without.
+    # hashlib loads OpenSSL, needed only for user modules and long names, but not for --help.
     "fp8bench.user_code": frozenset({"hashlib"}),
     "fp8bench.store.asv.identity": frozenset({"hashlib"}),
     "fp8bench.files": frozenset({"hashlib"}),
-    # A kernel's process has none of the judge's modules.
+    # The kernel's process loads none of the judge's modules.
     "fp8bench.features.audit.host": frozenset({"fp8bench.features.audit.model"}),
     "fp8bench.model.file_names": frozenset({"hashlib"}),
     # --help imports neither model nor report.
     "fp8bench.cli.main": frozenset({"fp8bench.plan.asked_suites", "fp8bench.user_code", "fp8bench.cli.config_file"}),
     "fp8bench.cli.streams": frozenset({"fp8bench.report.elements", "fp8bench.report.terminal.layout"}),
-    # An interrupt may strike while the door is being imported.
+    # Its imports come while the worker imports torch.
+    "fp8bench.cli.outputs": frozenset({"fp8bench.report.page.html"}),
+    # Only a run in this process has a bench here.
+    "fp8bench.measure.handle": frozenset({"fp8bench.worker.bench", "fp8bench.worker.faults"}),
+    # An interrupt may come while the command line is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli.main"}),
 }
 
@@ -210,12 +213,12 @@ MODULES = {name_of(path): path for path in FILES}
 
 
 def room_of(module: str) -> str:
-    """The room a module of fp8bench lies in; the package itself is the room `__init__`."""
+    """The room of a module of fp8bench; the package itself is the room `__init__`."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
 def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """The modules a statement imports. The version is a constant, which anyone may have."""
+    """The modules a statement imports. The version is a constant that every module may import."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
         return
@@ -246,7 +249,7 @@ def imports_of(module: str) -> tuple[Import, ...]:
 
 
 def all_imports() -> list[Import]:
-    return [found for module in MODULES for found in imports_of(module)]
+    return list(itertools.chain.from_iterable(map(imports_of, MODULES)))
 
 
 def own_imports() -> list[Import]:
@@ -271,7 +274,6 @@ def listed(found: list[Import]) -> str:
 
 
 def test_the_table_has_every_room_and_no_other() -> None:
-    """A new room gets its line here on the day it is built; a line without a room is a promise nobody keeps."""
     assert set(TABLE) == {room_of(module) for module in MODULES}
 
 
@@ -281,13 +283,12 @@ def feature_of(module: str) -> str:
 
 
 def test_each_feature_stands_apart() -> None:
-    """It imports what the table names of others, and the command line from its doors only; the core imports none."""
     wrong = []
     for found in own_imports():
         here, there = feature_of(found.importer), feature_of(found.target)
         if there and there != here and TABLE[room_of(found.importer)] != ANYONE:
             wrong += [] if there in OTHER_FEATURES.get(here, ()) else [found]
-        if there and not here and found.where == "top":  # the command line, too, starts without
+        if there and not here and found.where == "top":  # the command line also starts without
             wrong.append(found)
         if here and room_of(found.target) in ("cli", "api") and found.importer.split(".")[3] not in DOORS:
             wrong.append(found)
@@ -295,13 +296,11 @@ def test_each_feature_stands_apart() -> None:
 
 
 def test_no_loose_modules_beside_the_rooms() -> None:
-    """What lies beside the rooms is seen by all of them, or is a door. A new module goes into a room."""
     assert {path.stem for path in PACKAGE.glob("*.py")} <= LOOSE
     assert sum((path / "__init__.py").is_file() for path in PACKAGE.iterdir()) <= MOST_ROOMS
 
 
 def test_rooms_import_what_the_table_allows() -> None:
-    """Imports inside functions and under TYPE_CHECKING count like all others."""
     wrong = []
     for found in own_imports():
         room, target = room_of(found.importer), room_of(found.target)
@@ -314,7 +313,6 @@ def test_rooms_import_what_the_table_allows() -> None:
 
 
 def test_leaves_never_import_each_other() -> None:
-    """Nor their neighbours in the same package: what two leaves share moves down to nn, formats or numerics."""
     wrong = [found for found in own_imports() if room_of(found.importer) in LEAVES and room_of(found.target) in LEAVES]
     assert not wrong, listed(wrong)
 
@@ -337,7 +335,6 @@ def test_fp8bench_never_imports_what_surrounds_it() -> None:
 
 
 def test_imports_inside_functions_are_heavy_or_optional() -> None:
-    """A light module is imported at the top, where a reader looks for it."""
     heavy = heavy_modules()
     wrong = [
         found
@@ -352,13 +349,14 @@ def test_imports_inside_functions_are_heavy_or_optional() -> None:
 
 def test_what_is_allowed_is_needed() -> None:
     used = {(found.importer, found.target) for found in all_imports() if found.where == "function"}
-    assert not {(module, target) for module, extra in LAZY_ALLOWED.items() for target in extra} - used
+    for module, targets in LAZY_ALLOWED.items():
+        assert not {(module, target) for target in targets} - used
     features = {(feature_of(found.importer), feature_of(found.target)) for found in own_imports()}
-    assert not {(here, there) for here, others in OTHER_FEATURES.items() for there in others} - features
+    for feature, targets in OTHER_FEATURES.items():
+        assert not {(feature, target) for target in targets} - features
 
 
 def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:
-    """Elsewhere they are imported on first use, so that the parent process starts light."""
     wrong = []
     for found in all_imports():
         package = found.target.split(".")[0]
@@ -370,17 +368,15 @@ def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:
 
 
 def test_the_page_names_what_is_there() -> None:
-    """ARCHITECTURE.md has a row for every room, and every path that it names exists."""
     page = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= set(TABLE) - OUTERMOST
+    first_column = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)`", first_column)) >= set(TABLE) - OUTERMOST
     paths = set(re.findall(r"`(\w+/[\w/]*(?:/|\.py))`", page))
     assert len(paths) > 20
-    assert not {path for path in paths if not any((root / path).exists() for root in (PACKAGE, PACKAGE.parent))}
+    assert not {path for path in paths if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()}
 
 
 def test_the_walk_names_functions_that_exist() -> None:
-    """Reading along the walk changes rooms at most 45 times."""
     walk = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## The walk")[2].partition("\n## ")[0]
     stops = re.findall(r"`([\w/]+\.py): (\w+)`", walk)
     assert len(stops) >= 15 and len(walk.split()) <= 600

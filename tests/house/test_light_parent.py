@@ -1,4 +1,4 @@
-"""What needs no measuring starts without the heavy packages. Asserted by name, never by time."""
+"""Commands that do not measure start without heavy packages. Checked by module name, not by time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import ROOT
+
 HEAVY = {"torch", "numpy", "pandas", "matplotlib"}
 IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.MULTILINE)
 
@@ -26,8 +27,8 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
     return done, {name.split(".")[0] for name in IMPORTED.findall(done.stderr)}
 
 
-def test_the_door_is_light() -> None:
-    """One process after another would import the same; what one command imports, the next has."""
+def test_the_command_line_starts_without_heavy_packages() -> None:
+    """In one process, since commands would import the same modules again in separate ones."""
     script = (
         "import sys, fp8bench.cli.main as cli\n"
         "def code_of(words):\n"
@@ -51,7 +52,7 @@ def test_importing_is_light() -> None:
 
 
 def test_a_whole_run_leaves_the_parent_without_torch(tmp_path: Path) -> None:
-    """Nothing a worker answers may drag torch into the parent: torch.__version__, say, is a class of torch's own."""
+    """Worker answers must not import torch in the parent: torch.__version__, for example, is a class of torch."""
     script = (
         "import sys; from pathlib import Path; from fp8bench.model import Request\n"
         "from fp8bench.pipeline import execute\n"

@@ -1,6 +1,6 @@
-"""What editors and type checkers see of fp8bench's calls is made of the options: `fp8bench/__init__.pyi`.
+"""The stub `fp8bench/__init__.pyi` for editors and type checkers is generated from the options.
 
-After a change of options write it anew: `python -m tests.house.test_python_signatures`.
+After a change: `python -m tests.house.test_python_signatures`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _ALSO = ("from fp8bench.protocols import Observer", "from fp8bench.features.trai
 
 
 def stub() -> str:
-    """Names as they are imported; calls whose signatures are made, as they are written by hand."""
+    """The stub: imported names unchanged, calls with generated signatures written out."""
     values = {name: getattr(fp8bench, name) for name in fp8bench.__all__ if name != "__version__"}
     made = {name: value for name, value in values.items() if hasattr(value, "__signature__")}
     homes = {name: getattr(value, "__module__", "") for name, value in values.items() if name not in made}
     lines = [f"from {home} import {name} as {name}" for name, home in homes.items()]
     lines += [*_ALSO, "from fp8bench.features.train.api import TrainingResult"]
-    calls = [call for name, value in made.items() for call in _call(name, inspect.signature(value))]
+    calls = []
+    for name, value in made.items():
+        calls.extend(_call(name, inspect.signature(value)))
     return "\n".join([f"{_HEAD}{lines_sorted(lines)}", "", "__version__: str", "", *calls, ""])
 
 

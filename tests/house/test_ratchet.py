@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8bench.cli.main import build_parser
-from tests.house.ratchet import FIGURES, count_parts, find_excess, lower, measure, options_of, read_limits, render
+from tests.house.ratchet import (
+    FIGURES,
+    count_parts,
+    find_excess,
+    lower,
+    lower_limits,
+    measure,
+    options_of,
+    read_limits,
+)
 
 MODULE = '''"""A docstring is a node, but no statement."""
 
@@ -69,10 +78,14 @@ def test_lowering_follows_what_fell_and_nothing_that_rose() -> None:
     assert lower(limits_of([RAISED]), weights_of(150))["fp8bench/a"]["nodes"] == 50
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_file_of_limits_is_rewritten_and_an_empty_table_gets_the_figures_of_today(tmp_path: Path) -> None:
+    path = tmp_path / "limits.toml"
     entry = '[[raised]]\nroom = "fp8bench/a"\nnodes = 100\nreason = "The reason."\n'
-    text = render(weights_of(100), entry)
-    assert tomllib.loads(text) == limits_of([RAISED])
+    path.write_text(f"rooms = []\n\n{entry}")
+    lower_limits(path, "# A comment.\n", FIGURES, weights_of(100))
+    assert read_limits(path) == limits_of([RAISED]) and path.read_text().startswith("# A comment.\n")
+    lower_limits(path, "", FIGURES, weights_of(400, options=2))
+    assert read_limits(path) == limits_of([RAISED], options=2)
 
 
 def test_options_of_subcommands_are_counted() -> None:

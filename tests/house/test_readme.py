@@ -1,5 +1,4 @@
-"""What pages and help tell people to type works: the two commands of README, every command line and option, the tested
-set."""
+"""Commands in pages and help work: README's two commands, every command line and option, the tested versions."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ import functools
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,12 @@ from packaging.version import Version
 
 from fp8bench.cli.main import COMMANDS, Parser, build_parser, command_module, commands_of
 from tests.counts import for_each
+from tests.house.sources import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    path
-    for path in (
-        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *sorted((ROOT / "reports").rglob("*.md")),
-    )
-    if path.is_file()
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "reports").rglob("*.md")),
 ]
 INSTALL = "pip install -c constraints.txt . && python -m fp8bench suite transformer --dtypes fp8,bf16"
 TEST = "pip install -c constraints.txt -e '.[dev]' && pytest"
@@ -38,9 +35,9 @@ SETTING = re.compile(r"\w+=")
 
 
 def code_lines(page: Path) -> list[str]:
-    """The lines of a page's shell blocks without prompts; a backslash at the end joins a line to the next.
+    """The lines of a page's shell blocks without prompts; a backslash joins a line to the next.
 
-    Where a block has prompts, the lines without one are output.
+    In a block with prompts, lines without one are output.
     """
     lines: list[str] = []
     for _, language, block in BLOCK.findall(page.read_text()):
@@ -65,19 +62,21 @@ def command_lines(line: str) -> list[list[str]]:
     return plain + [call[3:] for call in calls if call[1:3] == ["-m", "fp8bench"]]
 
 
-SHOWN = [
-    pytest.param(arguments, id=f"{page.relative_to(ROOT)}: {shlex.join(arguments)}")
-    for page in PAGES
-    for line in code_lines(page)
-    if COMMAND.search(line)
-    for arguments in command_lines(line)
-] + [
-    pytest.param(arguments, id=f"help of {name}: {shlex.join(arguments)}")
-    for name in COMMANDS
-    for line in getattr(command_module(name), "EXAMPLES", ())
-    for arguments in command_lines(line)
-]
-# Options of asv, pytest-benchmark and of `python -m suites.verdicts`, which pages name without the command.
+def shown_lines() -> Iterator[tuple[str, str]]:
+    """Each line of a page or of a command's help that shows a command, with its place."""
+    for page in PAGES:
+        for line in code_lines(page):
+            if COMMAND.search(line):
+                yield str(page.relative_to(ROOT)), line
+    for name in COMMANDS:
+        for line in getattr(command_module(name), "EXAMPLES", ()):
+            yield f"help of {name}", line
+
+
+SHOWN = []
+for place, line in shown_lines():
+    SHOWN += [pytest.param(words, id=f"{place}: {shlex.join(words)}") for words in command_lines(line)]
+# Options of asv, pytest-benchmark and `python -m suites.verdicts`, which pages name without the command.
 OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained", "--benchmark-compare-fail"}
 
 
@@ -94,7 +93,7 @@ def parser() -> Parser:
 
 
 def parsed(arguments: list[str]) -> object:
-    """How parsing ends: 0 also where the parser leaves, as for --help."""
+    """Exit code of parsing; 0 also for --help, where the parser exits."""
     try:
         parser().parse_args(arguments)
     except SystemExit as end:
@@ -107,12 +106,12 @@ def test_command_lines_parse(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mxfp4.map").write_text("head=bf16\n")  # the line before writes it
+    Path("mxfp4.map").write_text("head=bf16\n")  # written by the line before
     assert parsed(arguments) == 0, capsys.readouterr().err
 
 
 def options_of(command: argparse.ArgumentParser) -> set[str]:
-    options = {name for action in command._actions for name in action.option_strings}
+    options = set(chain.from_iterable(action.option_strings for action in command._actions))
     return options.union(*(options_of(inner) for inner in commands_of(command).values()))
 
 
@@ -120,7 +119,7 @@ def options_of(command: argparse.ArgumentParser) -> set[str]:
 def test_options_in_sentences_exist(page: Path) -> None:
     spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text()))
     own = (span for span in spans if span.partition(" ")[0] in ("fp8bench", *COMMANDS) or span.startswith("--"))
-    named = {option for span in own for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(own)))
     assert not named - options_of(parser()) - OTHER_OPTIONS
 
 
@@ -156,11 +155,11 @@ def test_constraints_satisfy_the_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [Requirement(text) for text in (*project["dependencies"], *extras["test"])]
-    others = [Requirement(text) for name in extras.keys() - {"test"} for text in extras[name]]
+    optional = [Requirement(text) for text in chain.from_iterable(extras.values())]
     pins = constraints()
     for requirement in needed:
         assert canonicalize_name(requirement.name) in pins, f"{requirement.name} is not pinned"
-    for requirement in (*needed, *others):
+    for requirement in (*needed, *optional):
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is not None:
             assert requirement.specifier.contains(pinned(pin)), f"{pin} is outside {requirement}"
@@ -168,7 +167,7 @@ def test_constraints_satisfy_the_ranges() -> None:
 
 
 def test_locks_are_the_tested_set_with_hashes() -> None:
-    """`tox -e lock` makes them; whoever changes constraints.txt or a dependency has to run it."""
+    """`tox -e lock` creates them; run it after changing constraints.txt or a dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = constraints()
     for name, needed in (
@@ -186,7 +185,7 @@ def test_locks_are_the_tested_set_with_hashes() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may have behind its '#', as GitHub makes it of headings."""
+    """The fragments that links may have, as GitHub derives them from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

@@ -10,7 +10,7 @@ from fp8bench.store.series import class_name
 from tests.counts import for_each
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
-FILE = '''"""What asv follows of the suite {name}."""
+FILE = '''"""The suite {name} as benchmarks for asv."""
 
 from fp8bench import asv_bridge
 
@@ -23,7 +23,7 @@ class {title}(asv_bridge.Suite):
 
 
 def built_in() -> set[str]:
-    """The workloads of this package that are followed, and all public ones; a test may have registered others."""
+    """The tracked workloads of this package, and all public ones; a test may have registered others."""
     own = {name: workloads.get(name) for name in workloads.names(hidden=True)}
     return {
         name
@@ -44,6 +44,6 @@ def test_suite_files_differ_in_their_names_only(name: str) -> None:
 
 @for_each("path", sorted(SUITES.glob("*.py")), ids=lambda path: path.stem)
 def test_nothing_in_a_suite_file_is_taken_for_a_hook(path: Path) -> None:
-    """asv calls whatever is called 'setup' or 'teardown' in a module, classes and capitals included."""
+    """asv calls every 'setup' or 'teardown' in a module, including classes and capitals."""
     names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assert not {name for name in names if name.lower() in ("setup", "teardown")}

@@ -1,6 +1,6 @@
-"""`fp8bench.suites` is what files of other people import: each name and signature of it is written down beside this.
+"""`fp8bench.suites` is imported by users' files: each of its names and signatures is in a list.
 
-`python -m tests.house.test_suites_facade` writes the list again, for a change that CHANGELOG.md names.
+For a change that CHANGELOG.md names, `python -m tests.house.test_suites_facade` rewrites the list.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from pathlib import Path
 
 from fp8bench import suites
 from fp8bench.registry import Registry
+from tests.house.sources import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("suites_facade.txt")
 IMPORTED = re.compile(r"from (fp8bench[\w.]*) import ")
 
 
 def surface() -> str:
-    return "".join(f"{line}\n" for name in suites.__all__ for line in lines_of(name, getattr(suites, name)))
+    lines: list[str] = []
+    for name in suites.__all__:
+        lines.extend(lines_of(name, getattr(suites, name)))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def lines_of(name: str, value: object) -> Iterator[str]:
@@ -53,7 +56,6 @@ def told(member: object) -> str:
 
 
 def test_the_facade_is_what_the_list_says() -> None:
-    """A name that goes, or takes other arguments, breaks files that we never see."""
     assert surface() == LIST.read_text()
 
 
@@ -64,7 +66,7 @@ def test_the_facade_brings_no_torch() -> None:
 
 def test_the_pages_use_nothing_else() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    used = {module for page in pages for module in IMPORTED.findall(page.read_text())}
+    used = set(IMPORTED.findall("\n".join(page.read_text() for page in pages)))
     assert used <= {"fp8bench", "fp8bench.suites"}
     page = (ROOT / "docs" / "user-suites.md").read_text()
     assert [name for name in suites.__all__ if f"`{name}`" not in page] == []

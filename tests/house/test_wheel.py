@@ -16,8 +16,7 @@ from packaging.requirements import Requirement
 
 import fp8bench
 from tests.commands import git
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def wheel(dist: Path) -> Path:
 
 
 def build(source: Path, folder: Path, *options: str) -> None:
-    """Builds with the tools of this environment: no network."""
+    """Builds with the tools of this environment, without network."""
     done = subprocess.run(
         [sys.executable, "-m", "build", *options, "--no-isolation", "--outdir", str(folder), str(source)],
         capture_output=True,
@@ -71,7 +70,6 @@ def test_the_source_archive_holds_the_repository(dist: Path) -> None:
 
 
 def test_what_is_declared_as_lowest_is_a_version_each() -> None:
-    """`.ci/try FILE -c` with these is how CI tries them."""
     done = subprocess.run([sys.executable, ROOT / ".ci" / "lowest.py"], capture_output=True, text=True, check=True)
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     for line in dependencies:

@@ -1,4 +1,4 @@
-"""What follows a run where something is missing that measuring does not need."""
+"""Steps after a run that lack something measuring does not need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.commands import ROOT, environment
 
-# A process that cannot import asv's packages, with the commands that need them only for the history.
+# A process that cannot import asv's packages, and commands that need them only for the history.
 WITHOUT_ASV = """
 import sys
 sys.modules["asv_runner"] = sys.modules["asv"] = None

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fp8bench.analysis.compare.compare import compare
+from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.cli.main import main
@@ -18,7 +20,7 @@ from fp8bench.jobs import ceilings as job
 from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 from fp8bench.jobs.several_runs import standard_runs
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
+from fp8bench.model import Ceilings, DeviceFacts, Direction, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each
@@ -50,7 +52,7 @@ RUNS = {
 
 
 def measured_by_hand(monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, times: float = 1.0) -> list[Rate]:
-    """Has the rates come to FOUND's in five runs, `times` as fast; returns the pieces that were asked for."""
+    """Makes five runs reach FOUND's rates, `times` as fast; returns the requested pieces."""
     pieces: list[Rate] = []
 
     def one_more(self: Bench, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
@@ -97,6 +99,19 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
 
 
+def test_a_comparison_shows_that_the_machine_became_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for times in (1.0, 0.5):
+        measured_by_hand(monkeypatch, times=times)
+        runs.append(job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / str(times), "a test"))
+    sides = [make_side(run.id, [(run, findings(run))]) for run in runs]
+    comparisons = {comparison.case: comparison for comparison in compare(*sides).comparisons}
+    bf16 = comparisons["ceilings[limit=product]@cpu/bf16"]
+    assert (bf16.metric, bf16.direction, bf16.before) == ("ceiling_time", Direction.WORSE, pytest.approx(1 / 425))
+    assert bf16.ratio is not None and bf16.ratio.point == pytest.approx(2)
+    assert comparisons["ceilings[limit=launch]@cpu/fp32"].ratio is not None
+
+
 @for_each("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
 def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="takes --devices, --threads"):
@@ -116,7 +131,7 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
     for limit in set(Limit) - {Limit.LOAD}:
         details = [record.detail for record in records if record.case.param("limit") == limit.value]
-        assert re.search("over [2-5] runs", details[0]), details  # large arrays take long to make, and have fewer
+        assert re.search("over [2-5] runs", details[0]), details  # large arrays take long to create and are fewer
 
 
 @for_each(
@@ -132,8 +147,8 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("H200 SXM memory 141", True, ("141 GB",)),
         ("H200 SXM link 900", False, ("450 GB/s",)),
         ("A100 SXM 80 GB watts 400", True, ("400 W",)),
-        ("TPU v5p bf16 459", True, ("published alone", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
-        ("Gaudi3 bf16", True, ("1835 TFLOP/s", "unverified", "fp8bench runs on no such device")),
+        ("TPU v5p bf16 459", True, ("only published", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
+        ("Gaudi3 bf16", True, ("1835 TFLOP/s", "unverified", "fp8bench does not run on such a device")),
     ],
 )
 def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:

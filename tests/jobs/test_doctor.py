@@ -1,4 +1,4 @@
-"""What the doctor says of this machine."""
+"""The doctor's output on this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> N
 
 
 def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that ends the worker is named, and ends nothing else; nobody waits for one that has nothing cached."""
+    """A compiler that ends the worker is named and breaks nothing else.
+
+    The check has a time limit if nothing is cached.
+    """
     assert "compiler  not tried: FP8BENCH_QUANTISERS=eager compiles none" in examine(False)
 
     def ask(self: LocalWorker, limit: float, name: str, facts: DeviceFacts) -> str:
@@ -65,7 +68,7 @@ def test_calibrating_adds_the_harness_own_costs() -> None:
 
 @pytest.mark.slow
 def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: Path) -> None:
-    """The store keeps how far apart the runs lie, not the runs."""
+    """The store keeps the spread of the runs, not the runs."""
     text = "\n".join(several_runs.standard_runs(tmp_path, TERMINAL))
     assert "how far runs lie apart on cpu" in text and "in 6 fresh processes: " in text
     assert (tmp_path / "reruns").exists() and not list(run_files(tmp_path))

@@ -1,4 +1,4 @@
-"""The last runs before one: those of the same suite on the same machine, whose best case is told."""
+"""The last runs before a run: same suite, same machine, with their best case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was acknowledged, as the changes of a store know it."""
+"""Acknowledgements in the changes of a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOBODY = cast("JobObserver", None)
 
 
 def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
-    """bin/python and bin/python3 are the same: an acknowledgement holds under either name."""
+    """bin/python and bin/python3 are the same: an acknowledgement applies to both."""
     (tmp_path / "python3").touch()
     (tmp_path / "python").symlink_to("python3")
     (tmp_path / "other").touch()
@@ -35,7 +35,7 @@ def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
 
 WHOLE = OperatorCount("cast", "fp8bench::tensor", calls=2, bytes=400)
 PRODUCT = OperatorCount("gemm", "aten::mm", calls=3, flops=2000, bytes=300, path="bf16")
-# What a compiler had fused, as what it was made of: more launches, and more bytes.
+# The parts of a formerly fused operator: more launches, and more bytes.
 PARTS = tuple(replace(WHOLE, operator=name) for name in ("aten::abs", "aten::amax", "aten::div"))
 
 
@@ -59,12 +59,12 @@ FUSED, APART = tape_of(WHOLE, PRODUCT), tape_of(*PARTS, PRODUCT)
 
 
 def taped(tape: Tape) -> tuple[Record, ...]:
-    """A run's records, where bf16 has that tape."""
+    """A run's records with that tape for bf16."""
     return tuple(record if record.is_reference else replace(record, tape=tape) for record in records())
 
 
 def counted(store: Path, *tapes: Tape) -> None:
-    """Keeps a run for each commit."""
+    """Stores a run for each commit."""
     for number, tape in enumerate(tapes):
         keep(store, run_at(number, records=taped(tape)))
 
@@ -77,13 +77,13 @@ def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
     assert code == 1 and "2 regressions" in said and "after 00000001 and up to 00000002" in said
     assert "gemm.Gemm.track_launches(bf16, 512) 5 9 +80.0%" in said and "track_moved_bytes" in said
     assert "track_flops" not in said and "fewer than 11 commits" in said
-    assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change alarms" in said
+    assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change raises an alarm" in said
     assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0
     assert acks_of(store).exists() and fp8bench("history", "regressions")[0] == 0
 
 
 def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench: Say) -> None:
-    """Counts are not measured again: the result would be the same."""
+    """Counts are not measured again, as the result would be the same."""
     counted(store, FUSED, FUSED)
     assert fp8bench("gate", "--history")[0] == 4
     keep(store, run_at(2, records=taped(APART)))

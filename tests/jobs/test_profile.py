@@ -1,4 +1,4 @@
-"""Profiles of live models: which way they go, and that the model is afterwards as it was."""
+"""Profiles of live models: the worker that runs them, and that models are unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss(output: dict[str, Tensor]) -> Tensor:
 
 
 def everything(model: nn.Module) -> list[Any]:
-    """Everything about the model that could be changed, with identities where they matter."""
+    """Everything about the model that could change, with identities where they matter."""
     state: list[Any] = [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_num_threads()]
     for name, module in model.named_modules():
         own = {key: id(value) for key, value in vars(module).items()}

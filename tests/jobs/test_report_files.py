@@ -20,7 +20,7 @@ from tests.runs import measured
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory; returns the store that is the default there."""
+    """An empty working directory; returns its default store."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / ".fp8bench"
 

@@ -27,7 +27,7 @@ def run_like(milliseconds: float, finished: bool = True, rounds: int = 24) -> Ru
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """What is asked of the pipeline; the n-th run takes 5, 6, 7 ms."""
+    """Requests to the pipeline; the n-th run takes 5, 6, 7 ms."""
     calls: Asked = []
 
     def execute(*_: object, **options: Any) -> Run:
@@ -52,7 +52,7 @@ def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
 
 
 def test_a_session_of_few_rounds_widens_the_hull_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a range and no interval; left out, the last session alone would stand for all."""
+    """It has a range instead of an interval; without it the last session alone would decide."""
     calls: Asked = []
     monkeypatch.setattr(
         several_runs, "execute", lambda *_, **options: calls.append(options) or run_like(4 + len(calls), rounds=12)

@@ -1,4 +1,4 @@
-"""What joins GPUs: by a driver that answers as published transcripts have it, ports in files, and measured runs."""
+"""Links between GPUs: from a fake driver with published transcripts, from ports in files, and from measured runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPUS = "NVIDIA H200, 143771, 5, 16\n" * 3
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with nvidia-smi and its answers, by the first word that it is asked."""
+    """A folder with a fake nvidia-smi and its answers by first argument."""
     folder = tmp_path / "driver"
     folder.mkdir()
     for name, text in (("--query-gpu", GPUS), ("topo", TOPOLOGY), ("nvlink", LINKS)):
@@ -51,7 +51,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ports(tmp_path: Path) -> Path:
-    """Three adapters of 400 Gb/s, one of which is down; another has lost its link before."""
+    """Three adapters of 400 Gb/s, one of which is down; another has an earlier link failure."""
     for number, state in enumerate(("4: ACTIVE", "4: ACTIVE", "1: DOWN")):
         port = tmp_path / "infiniband" / f"mlx5_{number}" / "ports" / "1"
         port.mkdir(parents=True)
@@ -61,7 +61,7 @@ def ports(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_a_plan_takes(driver: Path, ports: Path, tmp_path: Path) -> None:
-    """18 links of 26.562 GB/s of signals are the 450 GB/s of an H200's datasheet."""
+    """18 links of 26.562 GB/s signalling rate are the 450 GB/s of an H200's datasheet."""
     file = tmp_path / "node.yaml"
     said = "\n".join(topology_lines(file, tmp_path / "store", ports))
     node = read_topology(file)
@@ -100,7 +100,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_measured_bandwidth_comes_first(
     driver: Path, ports: Path, tmp_path: Path, stored: Callable[..., None]
 ) -> None:
-    """The newest all-reduce of all GPUs; not of fewer, of a processor, or another collective."""
+    """The newest all-reduce of all GPUs; not of fewer, on a CPU, or of another collective."""
     others = [collective(9e9, gpus=2), collective(8e9, device="cpu"), collective(7e9, way="all_gather")]
     stored(*others, collective(361e9), collective(1e9))
     bandwidth = measured_bandwidth(tmp_path, 3)

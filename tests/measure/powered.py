@@ -17,7 +17,7 @@ from tests.measure.sensors.virtual import VirtualClock
 
 IDLE = 80.0
 WATTS = {"fp32": 400.0, "bf16": 200.0, "fp8": 300.0}
-# A phase by itself, whatever the precision.
+# One phase, in any precision.
 PHASE_WATTS = {"gemm": 600.0, "cast": 80.0}
 TICK = 0.1
 
@@ -32,7 +32,7 @@ class Power:
         self.broken = ""
         self._joules = self._shown = self._since = 0.0
         self._next = TICK
-        self._passing = threading.Lock()  # the sampler reads while the workload's thread sets
+        self._passing = threading.Lock()  # the sampler reads while the workload's thread writes
 
     def set(self, watts: float) -> None:
         with self._passing:
@@ -59,7 +59,7 @@ class Power:
 
 
 class Runner(FakeWorker):
-    """Its steps take virtual time and their mode's power; `sampled` counts slots that ran beside a sampler."""
+    """A runner whose steps take virtual time and their mode's power; `sampled` counts slots with a running sampler."""
 
     def __init__(self, power: Power, scripts: Mapping[str, Script], capacity: int = 1000) -> None:
         super().__init__(scripts, capacity)
@@ -104,7 +104,7 @@ class Runner(FakeWorker):
         self.power.set(watts)
         if sampling():
             self.power.clock.wait(lambda: self.power.clock.now() >= end)
-        else:  # without a sampler nobody else moves the clock
+        else:  # without a sampler nothing else advances the clock
             self.power.state.now_ns = round(end * 1e9)
         self.power.set(IDLE)
         return end - start

@@ -1,7 +1,7 @@
-"""A brisk group: what it leaves out, what it keeps, and its seconds by part beside those of a usual group.
+"""Brisk groups: omitted and remaining measurements, and their seconds by part compared with a normal group.
 
-Seconds are those of a model: steps, ticks and windows on a virtual clock, the clocks that an H200 showed while it
-warmed up, and round figures for what a worker's start and its passes take there.
+Seconds are modelled: steps, ticks and windows on a virtual clock, clocks recorded on a warming H200, and rounded costs
+of worker starts and passes there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.measure.sensors.virtual import VirtualClock
 BRISK = WindowRule(2, 1.5, brisk=True)
 # Megahertz of an H200 at its power cap every 0.175 s from the first product on (reports/gpu_h200_202611).
 H200_CLOCKS = (1980, 1515, 1545, 1530, 1530, 1485, 1470, 1515, 1515, 1515, 1515, 1500, 1515, 1500, 1515, 1485)
-# Round figures: a process with a CUDA context, and the passes after the timing.
+# Rounded: a process with a CUDA context, and the passes after timing.
 SECONDS = {"error": 0.8, "memory": 0.5, "effect": 0.5, "products": 0.2, "statistics": 0.2, "trial": 0.1}
 START_SECONDS = 7.0
 READ_SECONDS = 3e-3
@@ -135,7 +135,7 @@ def with_operands(planned_case: PlannedCase, operands: str) -> PlannedCase:
 def measured_groups(
     monkeypatch: pytest.MonkeyPatch, brisk: bool
 ) -> tuple[list[tuple[Record, ...]], list[dict[str, float]], Stopwatch, Stopwatch]:
-    """Measures two groups of three cases by turns; returns their records, seconds by part, and both workers."""
+    """Measures two groups of three cases in turns; returns their records, seconds by part, and both workers."""
     power = SlowCounter()
     device = Gpu(power)
     meter = Meter((Source(SourceKind.COUNTER, power.read),), device, "", power.clock)
@@ -168,7 +168,6 @@ STEPS = {"bf16": 2.0, "fp8": 1.3, "fp32": 1.5}
 
 
 def test_a_brisk_group_takes_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second group of a run: workers have started, idle power and errors are known."""
     usual, brisk = (measured_groups(monkeypatch, is_brisk)[1][1] for is_brisk in (False, True))
     assert sum(usual.values()) > 40 and sum(brisk.values()) < 16
     assert brisk["warming up"] < 2 < usual["warming up"]
@@ -191,7 +190,7 @@ def test_what_makes_figures_right_stays_in_a_brisk_group(monkeypatch: pytest.Mon
             assert record.effect == StepEffect(True)
             assert [measurement.metric for measurement in record.measurements] == ["product_error"]
             assert record.watch is not None and record.watch.warm_up is not None and record.watch.warm_up.settled
-    # A worker that times steps has seen no profiler, and none has started again.
+    # A worker that times steps has no profiler, and none starts later.
     assert {entry[0] for entry in timing.log}.isdisjoint({"memory"}) and untimed.slots() == []
     assert (timing.restarts, untimed.restarts) == (0, 0)
     assert [entry[1] for entry in timing.log if entry[0] == "trial"] == 2 * ["fp8"]
@@ -199,7 +198,7 @@ def test_what_makes_figures_right_stays_in_a_brisk_group(monkeypatch: pytest.Mon
 
 
 def windows_of_arms(steps: Mapping[str, Script], power: Power) -> tuple[dict[str, int], list[str]]:
-    """How many brisk windows each mode got, and the order of all windows."""
+    """Brisk windows per mode, and the order of all windows."""
     worker = Runner(power, steps)
     arms = [arm(mode) for mode in steps]
     for one in arms:
@@ -216,7 +215,6 @@ def test_second_windows_come_in_the_opposite_order() -> None:
 
 
 def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first window of fp8 takes 4% more power than the second."""
     power = SlowCounter()
     seen = {"fp8": 0}
 
@@ -232,7 +230,6 @@ def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_after_a_fault_no_third_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states are gone with the worker: the windows so far have to do, although they differ."""
     monkeypatch.setattr(WindowResult, "is_apart", True)
     faulty = lasting(0.7, faults=[Fault("loop", WorkerLost("the worker crashed"), at=14)])
     power = SlowCounter()
@@ -257,7 +254,6 @@ def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
 
 
 def test_every_tick_is_waited_for() -> None:
-    """Ticks early in a window, too, and those of a fast counter whose reads are dear."""
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
     for count in (1, 2, 12):
         assert pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * PAUSE) and not pace.blind
@@ -272,7 +268,6 @@ def looks_at(clocks: tuple[float, ...]) -> list[ClockLook]:
 
 
 def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
-    """Although its temperature rises on; and not while the clock still falls, nor within the first second."""
     course = looks_at(H200_CLOCKS)
     flat = [is_clock_flat(course[: count + 1]) for count in range(len(course))]
     assert not any(flat[:6]) and flat.index(True) * 0.175 < 1.6

@@ -28,7 +28,7 @@ LIMIT = 1000
 
 @dataclass
 class Filled(Worker):
-    """A worker in which a batch takes so much, and on hardware `holds`; `dies` raises instead from a batch on."""
+    """A worker whose batch takes `takes` bytes, on hardware `holds`; it raises what `dies` returns for a batch."""
 
     takes: Callable[[int], int | None] = lambda batch: 10 * batch
     dies: Callable[[int], Exception | None] = lambda batch: None
@@ -113,17 +113,16 @@ def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
     [
         (lambda batch: 4 * batch, "fp8", LIMIT, 250),
         (lambda batch: 100 + 4 * batch, "fp8", LIMIT, 225),
-        (lambda batch: 4 * batch + (3 if batch == 100 else 0), "fp8", LIMIT, 247),  # rounded towards what fits
+        (lambda batch: 4 * batch + (3 if batch == 100 else 0), "fp8", LIMIT, 247),  # rounded down to a batch that fits
         (lambda batch: None, "fp8", LIMIT, None),
         (lambda batch: 7, "fp8", LIMIT, None),
-        (lambda batch: 4 * batch, "fp32", LIMIT, None),  # nothing is emulated: what fits was run
-        (lambda batch: 4 * batch, "fp8", 19, None),  # one sequence fits, and half of it is none
+        (lambda batch: 4 * batch, "fp32", LIMIT, None),  # not emulated: the largest batch did run
+        (lambda batch: 4 * batch, "fp8", 19, None),  # one sequence fits, and half a sequence is not a batch
     ],
 )
 def test_what_hardware_would_fit_is_on_the_line_through_two_batches(
     holds: Callable[[int], int | None], dtype: str, limit: int, batch: int | None
 ) -> None:
-    """By what the batch that was found and half of it would hold there; an emulation takes 10 bytes a sequence."""
     worker = Filled(holds=lambda size: MemoryUse(10 * size, on_device=holds(size)))
     assert search(worker, planned(dtype=dtype, batch="2"), limit).on_device == batch
 
@@ -158,16 +157,16 @@ def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exce
 @pytest.mark.parametrize(
     ("takes", "most", "limit", "found", "why"),
     [
-        # A device that has no memory left says so; where torch's allocator counts nothing, that alone says what fits.
+        # A device out of memory raises; if torch's allocator counts nothing, only that shows what fits.
         (lambda batch: 10 * batch, 33, None, (33, 34, 330), "memory ran out (OutOfMemoryError: CUDA out of memory.)"),
         (lambda batch: None, 77, None, (77, 78, None), "memory ran out (OutOfMemoryError: CUDA out of memory.)"),
-        # Not even the smallest fits: none of them is an answer.
+        # Not even the smallest fits: the answer is zero.
         (lambda batch: 5000 + batch, None, LIMIT, (0, 1, None), "tensors need 3.91 KiB more"),
-        # The transformer's axis ends at 4096, and nothing is beyond.
+        # The transformer's axis ends at 4096.
         (lambda batch: 7, None, LIMIT, (4096, None, 7), ""),
     ],
 )
-def test_what_ends_the_search(
+def test_the_reason_that_ended_the_search_is_stored(
     takes: Callable[[int], int | None],
     most: int | None,
     limit: int | None,
@@ -212,7 +211,7 @@ Takes = Callable[[int], int]
 def searched(
     takes: Takes, room: int, start: int, top: int, known: int | None = -1, counted_up_to: float = float("inf")
 ) -> Search:
-    """A search among numbers that take so much; what takes more than `counted_up_to` fails uncounted."""
+    """A search over batches with these needs; needs above `counted_up_to` fail without a count."""
 
     def attempt(number: int) -> BatchAttempt:
         assert 1 <= number <= top, "out of bounds"
@@ -231,7 +230,7 @@ def largest(takes: Takes, room: int, top: int) -> int:
 
 
 def answer(search: Search) -> int:
-    """Its answer, once both sides of it have been tried."""
+    """Its answer, after trying both neighbours."""
     best = search.fitting.number if search.fitting else 0
     failing = search.failing
     assert (failing.number == best + 1) if failing is not None else (best == search.top)
@@ -285,7 +284,7 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
         (searched(lambda number: 100 * number, 1000, 512, 1 << 20), 10, [512, 256]),
         (searched(lambda number: 10**9, 1000, 6, 1 << 20), 0, [6]),
         (searched(lambda number: 7, 1000, 2, 37), 37, [2]),
-        # A GPU whose allocator counts nothing: its own end alone says what fits.
+        # A GPU whose allocator counts nothing: only running out of memory shows what fits.
         (
             searched(lambda number: number, 300, 4, 1 << 20, None, counted_up_to=0),
             300,
@@ -293,7 +292,7 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
         ),
     ],
 )
-def test_what_it_tries_first_and_last(search: Search, best: int, first: list[int]) -> None:
+def test_the_search_starts_at_the_given_batch(search: Search, best: int, first: list[int]) -> None:
     assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
 
 

@@ -26,7 +26,8 @@ MAPPED = replace(planned("fp32"), case=replace(planned("fp32").case, precision_m
 @for_each(
     ("case", "known", "ceiling"),
     [
-        # Its own dtype and wider ones, as a processor may compute fp16 in fp32; emulated any, and what a map names.
+        # A case's dtype and wider ones (a CPU may compute fp16 in fp32); emulated cases any; mapped cases also the
+        # map's.
         (planned("fp32"), KNOWN, Ceiling(100.0, 7.0)),
         (planned("fp16"), KNOWN, Ceiling(100.0, 7.0)),
         (planned("bf16"), KNOWN, Ceiling(400.0, 7.0)),

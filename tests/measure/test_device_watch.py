@@ -1,4 +1,4 @@
-"""What a device says of itself while arms take turns, and how long the reference runs until it has settled."""
+"""Device readings while arms alternate, and how long the reference runs until they settle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 
@@ -93,9 +94,9 @@ class Clock:
 def watched(
     device: Device, *rounds: tuple[str, ...], slot_seconds: float = 1.0, look_seconds: float = 0.0
 ) -> dict[str, tuple[DeviceWatch, MeasuredArm]]:
-    """What was seen of each arm, by its precision, in rounds of them."""
+    """Readings of each arm by precision, in `rounds` rounds."""
     clock = Clock()
-    arms = {name: arm(name) for names in rounds for name in names}
+    arms = {name: arm(name) for name in chain.from_iterable(rounds)}
     worker = FakeWorker({})
     for one in arms.values():
         one.prepare(worker)
@@ -139,17 +140,18 @@ def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
 def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> None:
     device = Device(*[look()] * 300)
     found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
-    rounds = [{slot.round for slot in arm.slots if slot.clock is not None} for _, arm in found.values()]
-    assert rounds[0] == rounds[1] and 0 in rounds[0]
+    (_, first), (_, second) = found.values()
+    rounds = {slot.round for slot in first.slots if slot.clock is not None}
+    assert 0 in rounds and rounds == {slot.round for slot in second.slots if slot.clock is not None}
     assert 0.03 * 2.0 < 0.002 * device.asked <= 0.05 * (2.0 + 0.002 * device.asked) + 2 * 0.002
-    for slot_seconds in (0.01, 0.0):  # looks that take no time are always due, also by a coarse clock
+    for slot_seconds in (0.01, 0.0):  # readings that take no time are always due, even with a coarse clock
         quick = Device(*[look()] * 200)
         watched(quick, *[("fp32", "bf16")] * 100, slot_seconds=slot_seconds)
         assert quick.asked == 200
 
 
 class Leaning(AbsentDevice):
-    """Clocks by the mode that ran last, so much lower for bf16, with noise of so much and steps of 15 MHz."""
+    """A device whose clock depends on the last mode: `lower` for bf16, with noise and 15 MHz steps."""
 
     def __init__(self, worker: FakeWorker, lower: float, noise: float) -> None:
         super().__init__("not asked")
@@ -165,7 +167,6 @@ class Leaning(AbsentDevice):
 def test_a_case_that_ran_at_another_clock_has_no_verdict(
     monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
 ) -> None:
-    """Through the rounds as they are: the device's clock falls whenever one of the arms has run."""
     monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
     worker = FakeWorker({"bf16": lasting(5)})
     method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0)
@@ -228,7 +229,7 @@ def measured(
     level: Level = Level.NATIVE,
     scripts: Mapping[str, Script] | None = None,
 ) -> tuple[dict[str, Record], FakeWorker, Listener]:
-    """The records of a group on such a device, and what was asked and told."""
+    """The records of a group on such a device, with its requests and reports."""
     worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))
     method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, warm_up_seconds=limit)

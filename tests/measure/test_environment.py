@@ -1,4 +1,4 @@
-"""What a run was made under."""
+"""The conditions of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ UNKNOWN = (None, None, None)
 
 
 def told(folder: Path | None = None) -> tuple[Scalar | None, ...]:
-    """What gather says of a repository: commit, date, dirty."""
+    """Commit, date and dirty flag that gather reports for a repository."""
     facts = gather({}, "0", 1, folder=folder).facts
     return facts["commit"], facts["commit_date"], facts["dirty"]
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, and the working directory in it."""
+    """A repository with one commit as the working directory."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     git(tmp_path, "init", "-q")
@@ -47,7 +47,7 @@ def test_what_makes_a_checkout_dirty(repository: Path) -> None:
 def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository: Path) -> None:
     (repository / "fp8bench").mkdir()
     (repository / "fp8bench" / "__init__.py").write_text("")
-    (repository / "fp8bench" / ".#view.py").symlink_to("somebody@somewhere")  # as editors leave them: to nowhere
+    (repository / "fp8bench" / ".#view.py").symlink_to("somebody@somewhere")  # dangling, as editors leave them
     assert told()[2] is True
     shutil.rmtree(repository / "fp8bench")
     package = Path(environment.__file__).parents[1]
@@ -61,7 +61,7 @@ def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository:
 
 
 def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """asv orders a history by it; a rebase changes the committer's. A user's settings change nothing."""
+    """asv orders a history by it; a rebase changes the committer's date. A user's settings have no effect."""
     monkeypatch.setenv("GIT_COMMITTER_DATE", "2001-01-01T00:00:00Z")
     git(repository, "commit", "-q", "--allow-empty", "--date", "2020-02-03T04:05:06+02:00", "-m", "second\n\nbody")
     git(repository, "config", "log.showSignature", "true")
@@ -70,8 +70,10 @@ def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_another_folder_may_count(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A view is made of the project's repository, wherever the command was typed. A bare repository has commits, but
-    what runs there is none of them."""
+    """A view belongs to the project's repository, wherever the command runs.
+
+    A bare repository has commits, but the running code is not one of them.
+    """
     here = told()
     other, linked, empty, bare = (tmp_path_factory.mktemp(name) for name in ("other", "linked", "empty", "bare"))
     git(other, "init", "-q")
@@ -109,8 +111,6 @@ def test_why_git_names_no_commit_is_told_of_a_repository_alone(
 
 
 def test_variables_that_change_speed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the list that are set: of how a GPU computes, which attention kernel is asked first, what products may
-    take as workspace, which kernels were tuned."""
     names = [
         "OMP_NUM_THREADS",
         "CUDA_LAUNCH_BLOCKING",

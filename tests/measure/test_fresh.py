@@ -18,7 +18,7 @@ from tests.counts import for_each
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, lasting, planned
 
 NAMES = ("fp32", "bf16", "fp16", "tf32")
-# Its first 24 slots take 4 ms, and those after them 5 ms: the four untimed calls come before.
+# The first 24 slots take 4 ms, later ones 5 ms, after four untimed calls.
 FADING = Script(lambda call: gemm_steps(4 * MS if call < 28 else 5 * MS)(call))
 SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 
@@ -43,8 +43,8 @@ def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     fresh, first = records["bf16"].fresh, records["bf16"].timing
     assert fresh is not None and first is not None and fresh.candidates == 3 and fresh.control is not None
     assert [timing.num_rounds for timing in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
-    assert {call for slot in first.slots for cell in slot.calls_ns for call in cell} == {4 * MS}
-    assert {call for slot in fresh.timing.slots for cell in slot.calls_ns for call in cell} == {5 * MS}
+    for timing, nanoseconds in ((first, 4 * MS), (fresh.timing, 5 * MS)):
+        assert all(set(slot.calls_ns) == {(nanoseconds,)} for slot in timing.slots)
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
     finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
     assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
+from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
@@ -21,7 +24,9 @@ from fp8bench.model import (
     Label,
     Level,
     Measurement,
+    MemoryUse,
     PlannedCase,
+    Products,
     Provenance,
     Record,
     Status,
@@ -77,6 +82,116 @@ class Beginning(FakeWorker):
 
     def begin(self) -> None:
         self.log.append(("begin",))
+
+
+class Meeting(FakeWorker):
+    """One of two workers whose requests for memory and products each wait until the other one has begun."""
+
+    def __init__(self, scripts: Mapping[str, Script], barrier: threading.Barrier) -> None:
+        super().__init__(scripts)
+        self._barrier = barrier
+
+    def _memory(self, *arguments: Any) -> MemoryUse | str:
+        self._barrier.wait(10)
+        return super()._memory(*arguments)
+
+    def _products(self, *arguments: Any) -> Products:
+        self._barrier.wait(10)
+        return super()._products(*arguments)
+
+
+def by_two(
+    first: FakeWorker,
+    second: FakeWorker | None,
+    facts: DeviceFacts = CPU,
+    listener: Listener | None = None,
+    quantisers: Quantisers | None = None,
+    least_memory: float = 0.0,
+) -> dict[str, Record]:
+    method = Method(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
+    cases = [replace(case, work=replace(case.work, least_memory=least_memory)) for case in native("fp32", "bf16")]
+    measurement = GroupMeasurement(group(*cases), {"cpu": facts}, first, listener or Listener(), method, _second=second)
+    return by_mode(measurement.run())
+
+
+def test_a_second_worker_measures_memory_while_the_first_does_other_passes() -> None:
+    barrier, scripts = threading.Barrier(2), {"fp32": Script(peak=3), "bf16": Script(peak=2)}
+    first, second = Meeting(scripts, barrier), Meeting(scripts, barrier)
+    records = by_two(first, second)
+    alone = by_two(FakeWorker(scripts), None)
+    assert records == alone and records["fp32"].memory == MemoryUse(3)
+    # Nothing else is asked of it, and it is not restarted for what a profiler leaves.
+    assert {entry[0] for entry in second.log} == {"memory"} and not second.restarts
+    assert "memory" not in {entry[0] for entry in first.log} and "products" in {entry[0] for entry in first.log}
+
+
+ERRORS = [("error", "fp32"), ("error", "bf16")]
+
+
+@for_each(
+    ("least_memory", "is_ahead"),
+    [(1e6, True), (0.0, False), (CPU.memory_bytes / 8, False)],
+    ids=["small", "?", "large"],
+)
+def test_the_second_worker_measures_errors_of_small_cases_while_the_first_prepares(
+    least_memory: float, is_ahead: bool
+) -> None:
+    scripts = {"bf16": Script(errors={"loss_error": 0.25})}
+    first, second = FakeWorker(scripts), FakeWorker(scripts)
+    records = by_two(first, second, least_memory=least_memory)
+    (measurement,) = records["bf16"].measurements
+    assert (measurement.metric, measurement.samples) == ("loss_error", (0.25,))
+    asked = [[entry for entry in worker.log if entry[0] == "error"] for worker in (first, second)]
+    assert asked == ([[], ERRORS] if is_ahead else [ERRORS, []])
+
+
+def test_the_second_worker_compiles_what_was_timed_compiled() -> None:
+    """Uncompiled quantisers hold more memory for a while."""
+    scripts = {"bf16": Script(quantisers=[2], peak=2)}
+    first, second = FakeWorker(scripts), FakeWorker(scripts)
+    by_two(first, second, quantisers=Quantisers())
+    asked = [entry[:2] for entry in second.log]
+    assert ("prepare", "fp32") not in asked and second.held == []
+    assert asked.index(("compile", "bf16")) < asked.index(("memory", "bf16"))
+
+
+def test_what_the_second_worker_cannot_prepare_the_first_one_measures() -> None:
+    scripts = {"bf16": Script(quantisers=[2], peak=2)}
+    failing = FakeWorker({"bf16": Script(quantisers=[2], faults=[Fault("prepare", WorkerLost("it crashed"))])})
+    records = by_two(FakeWorker(scripts), failing, quantisers=Quantisers())
+    assert records["bf16"].memory == MemoryUse(2) and not records["bf16"].detail
+
+
+def test_a_machine_that_cannot_hold_two_workers_measures_memory_with_one() -> None:
+    first, second = FakeWorker({"fp32": Script(peak=3)}), FakeWorker({})
+    records = by_two(first, second, replace(CPU, memory_bytes=1 << 20))
+    assert second.log == [] and records["fp32"].memory == MemoryUse(3)
+
+
+def test_an_interrupt_ends_both_workers() -> None:
+    """Other cases are not measured in the second one, which would start again for them."""
+
+    class Interrupted(Listener):
+        def working(self, case: Case, doing: str, share: float) -> None:
+            if doing == "looking at products":
+                barrier.wait(10)  # the second is in its first request
+                raise KeyboardInterrupt
+
+    class Slow(FakeWorker):
+        def _memory(self, *arguments: Any) -> MemoryUse | str:
+            barrier.wait(10)
+            ended.wait(10)
+            raise WorkerLost("it was ended")
+
+        def restart(self) -> None:
+            super().restart()
+            ended.set()
+
+    barrier, ended = threading.Barrier(2), threading.Event()
+    second = Slow({})
+    with pytest.raises(KeyboardInterrupt):
+        by_two(FakeWorker({}), second, listener=Interrupted())
+    assert second.restarts and [name for name, _ in second.limits].count("memory") == 1
 
 
 def test_the_worker_that_times_nothing_starts_when_nothing_is_timed_any_more() -> None:
@@ -241,8 +356,8 @@ def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
     assert worker.log[-2:] == [("trace", mode, f"/traces/{file}") for mode, file in files.items()]
     assert {mode: record.trace for mode, record in records.items()} == {**files, "fp16": "", "tf32": ""}
     assert worker.restarts == 1
-    # No GPU is timed in a process that has traced it: its profiler stays, and each launch would cost more.
-    for traces, restarts in ((None, 1), (TRACES, 2)):  # what steps do is looked at under the profiler, too
+    # A process that has traced a GPU never times it again: its profiler stays and slows each launch.
+    for traces, restarts in ((None, 1), (TRACES, 2)):  # step effects are also checked under the profiler
         _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=GPU)
         assert worker.restarts == restarts
         assert len([entry for entry in worker.log if entry[0] == "trace"]) == (2 if traces else 0)
@@ -257,7 +372,7 @@ def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
     for mode in ("fp32", "fp16"):
         timing = records[mode].timing
         assert timing is not None and [slot.round for slot in timing.slots] == list(range(10))
-    assert worker.restarts == 1  # after an error on a GPU nothing in that process works any more
+    assert worker.restarts == 1  # after a GPU error nothing in that process works
     assert ("error", "bf16") not in worker.log
 
 
@@ -280,9 +395,9 @@ def of_gpu(worker: FakeWorker, method: Method, *modes: str) -> dict[str, Record]
 @for_each(
     ("struck", "unanswered"),
     [
-        # An assert in a kernel breaks the context of its process, and no other.
+        # A failed assertion in a kernel breaks only the context of its process.
         (WorkerFault("AcceleratorError", "CUDA error: device-side assert triggered"), None),
-        # Memory that another has taken may be back for the next case.
+        # Memory used by another process may be free for the next case.
         (WorkerLost("it was ended by SIGSEGV"), WorkerFault("AcceleratorError", "out of memory", out_of_memory=True)),
     ],
 )
@@ -334,7 +449,7 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
 
 
 def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without_one() -> None:
-    """Not with the control of another session, whose rounds have the same numbers and nothing else in common."""
+    """It is not compared with another session's control, whose rounds have equal numbers but different conditions."""
     scripts = {
         "fp32": Script(memory=10),
         "fp32'": lasting(20, memory=10),
@@ -454,7 +569,6 @@ def test_the_observer_hears_of_every_stage() -> None:
 
 
 def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_ends_the_worker_fails() -> None:
-    """Emulated cases and torch's own dtypes are not tried."""
     scripts = {"fp8": Script(wrong_product="fp8: its forward product is wrong")}
     records, worker = measure(scripts, planned("bf16"), planned("fp8"), planned("mxfp8", EMULATED))
     refused = records["fp8"]

@@ -70,7 +70,7 @@ LOOKED_AT = ["mode", "mode_half", "mode_dropped", "count_mode", "no_training"]
 
 @pytest.fixture
 def said(fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch, short_slots: None) -> Any:
-    """The record of the liar, by what it knows."""
+    """The record of the liar, by what it can observe."""
     monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
     here = store.absolute().parent
     (here / "knowing_suite.py").write_text(SUITE)

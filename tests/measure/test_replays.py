@@ -45,7 +45,7 @@ RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=ST
 
 
 def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, Replays], FakeWorker]:
-    """By mode, of arms that are ready; and the worker that was asked."""
+    """Replay results by mode for prepared arms, and the worker."""
     worker = FakeWorker(scripts)
     chosen = arms or tuple(arm(mode, facts=GPU) for mode in scripts)
     for one in chosen:
@@ -74,15 +74,17 @@ def test_cases_take_turns_in_replays() -> None:
 
 
 def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
-    """Seconds by phase, the same phase added up; none where it fails, which costs no figure of the other graph."""
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
     words = replays_of(replace(record("fp8"), replays=found["fp8"]))
     assert words == "phases of a replay: cast 50%, gemm 50%"
     for error in (WorkerFault("RuntimeError", "no"), WorkerLost("it crashed")):
-        found, _ = replayed({"fp8": lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])})
+        failing = lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])
+        found, worker = replayed({"fp8": failing, "bf16": lasting(1, replay_phases=marked)})
         assert found["fp8"].timing is not None and found["fp8"].phases == ()
+        # Nobody knows what the failed capture left, so the other is not captured again, and the process is replaced.
+        assert found["bf16"].timing is not None and found["bf16"].phases == () and worker.restarts == 1
     rotating = replace(arm("fp32", facts=GPU), planned=ROTATING)
     found, _ = replayed({"fp32": lasting(1, replay_phases=marked)}, rotating)
     assert found["fp32"].timing is not None and found["fp32"].phases == ()
@@ -100,7 +102,7 @@ def test_what_replays_leave_out_is_kept() -> None:
     assert fillings == {"transformer": filling_of(20e-6, 1), "gemm": filling_of(20e-6, 8)}
 
 
-def test_who_is_not_captured_says_why() -> None:
+def test_steps_that_are_not_captured_have_a_reason() -> None:
     found, worker = replayed(
         {"fp32": lasting(1), "bf16": lasting(1, uncapturable="it waits for a value of the device")}
     )

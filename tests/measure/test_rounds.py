@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def never(case: Timing, reference: Timing, control: Timing | None) -> bool:
 
 
 def after(rounds: Mapping[int, int]) -> Judge:
-    """Decides an arm, known by the nanoseconds of its steps, after so many rounds."""
+    """Decides an arm, identified by its step time, after its number in `rounds`."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         return case.num_rounds >= rounds[case.slots[0].calls_ns[0][0]]
@@ -63,7 +63,7 @@ def sit(
     seed: int = 0,
     tick: Callable[[MeasuredArm, float], None] = lambda arm, share: None,
 ) -> tuple[FakeWorker, str]:
-    """Prepare and run; the worker with its log, and why it ended."""
+    """Prepares and runs; returns the worker with its log, and why it ended."""
     worker = FakeWorker(scripts)
     session.prepare(worker)
     worker.log.clear()
@@ -144,7 +144,8 @@ def test_every_round_runs_every_arm_once() -> None:
     rounds = turns(worker, 3)
     assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
     assert why == "50 rounds, a fixed number"
-    assert all([slot.round for slot in arm.slots] == list(range(50)) for arm in session.arms)
+    for timed in session.arms:
+        assert [slot.round for slot in timed.slots] == list(range(50))
     assert len(set(rounds)) == 6
 
 
@@ -195,7 +196,6 @@ def test_emulated_arms_get_four_rounds(rule: StoppingRule) -> None:
 
 
 def test_emulations_take_no_rounds_from_an_open_question() -> None:
-    """Their 10 s count for the ceiling alone."""
     slow = {label: lasting(500) for label in ("fp8", "mxfp8", "nvfp4", "mxfp4", "fp8-block")}
     rule, ended = StoppingRule(least=16, budget=1.0), []
     for emulated in ([], list(slow)):
@@ -218,7 +218,7 @@ def test_emulations_take_no_rounds_from_an_open_question() -> None:
     ],
 )
 def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
-    """Alone, or beside a reference whose time is no speed, no number of rounds would answer anything."""
+    """Alone, or next to a reference without a speed, no number of rounds would decide anything."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         raise AssertionError("there is nothing to judge")
@@ -228,14 +228,20 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession
     assert why == f"answered after {max(counts.values())} rounds"
 
 
+def test_a_fixed_number_of_rounds_holds_without_a_question() -> None:
+    session = RoundSession(None, None, [arm("bf16")])
+    worker, why = sit({}, session, StoppingRule(fixed=70))
+    assert (len(worker.slots("bf16")), why) == (70, "70 rounds, a fixed number")
+
+
 @for_each(
     ("rule", "why"),
     [
         (StoppingRule(least=16, budget=1.0), "time was up after 34 rounds"),
-        # The least come even when the budget is over; the ceiling ends it before.
+        # The minimum runs even when the budget is over, unless the ceiling ends it first.
         (StoppingRule(least=16, budget=0.1), "time was up after 16 rounds"),
         (StoppingRule(least=16, budget=0.1, ceiling=0.2), "time was up after 7 rounds"),
-        # No group goes on for ever.
+        # No group runs for ever.
         (StoppingRule(least=16, most=40, budget=1e9, ceiling=1e9), "40 rounds, the most a group gets"),
     ],
 )
@@ -259,14 +265,12 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
     ],
 )
 def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rounds: int) -> None:
-    """And goes on while a few rounds make the difference: a candidate that was faster by 3% now and then and slower by
-    3% else might be either; the cap ends it."""
     _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_decided)
     assert f" {rounds} rounds" in f" {why}"
 
 
 def noisy(milliseconds: float, times: float, seed: int) -> Script:
-    """Steps as on a quiet machine: 0.8% either way, and one of ten is held up."""
+    """Steps on a quiet machine: 0.8% noise, and one in ten delayed."""
     draw = random.Random(f"{seed} {times}")
 
     def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -278,7 +282,6 @@ def noisy(milliseconds: float, times: float, seed: int) -> Script:
 
 @for_each("milliseconds", [0.3, 30])
 def test_three_percent_more_is_found_in_nine_of_ten_runs_and_nothing_in_none(milliseconds: float) -> None:
-    """In far less than the budget, beside an emulated case that takes six times as long."""
     seen: dict[float, Counter[str]] = {1.0: Counter(), 1.03: Counter()}
     for times, verdicts in seen.items():
         for seed in range(10):
@@ -302,7 +305,8 @@ def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> 
 
     session = RoundSession(arm("fp32"), None, [])
     sit({"fp32": Script(step)}, session, StoppingRule(fixed=200))
-    calls = [sum(call) for slot in session.arms[0].timing().slots for call in slot.calls_ns]
+    slots = session.arms[0].timing().slots
+    calls = list(map(sum, chain.from_iterable(slot.calls_ns for slot in slots)))
     assert sum(call == 6 * MS for call in calls) / len(calls) == pytest.approx(0.25, abs=0.05)
 
 
@@ -358,20 +362,25 @@ def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
     return [orders.next(range(arms)) for _ in range(rounds)]
 
 
+def count_places(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
+    """How often each arm has each place in a round."""
+    return Counter(chain.from_iterable(zip(row, range(len(row)), strict=True) for row in rounds))
+
+
 @for_each("arms", range(1, 9))
 @for_each("seed", range(3))
 def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
     rounds = drawn(arms, 5 * arms, seed)
     assert all(sorted(row) == list(range(arms)) for row in rounds)
     for block in range(5):
-        places = Counter((arm, place) for row in rounds[block * arms :][:arms] for place, arm in enumerate(row))
+        places = count_places(rounds[block * arms :][:arms])
         assert set(places.values()) == {1} and len(places) == arms * arms
 
 
 @for_each("arms", range(2, 9))
 def test_everybody_follows_everybody_as_often(arms: int) -> None:
     rounds = 2 * arms if arms % 2 else arms
-    after = Counter(pair for row in drawn(arms, rounds) for pair in pairwise(row))
+    after = Counter(chain.from_iterable(pairwise(row) for row in drawn(arms, rounds)))
     assert len(after) == arms * (arms - 1) and set(after.values()) == {rounds // arms}
 
 
@@ -381,9 +390,10 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
     orders: Orders[int] = Orders(random.Random(stay))
     first = [orders.next(range(7)) for _ in range(before)]
     rest = [orders.next(range(stay)) for _ in range(3 * stay)]
-    cut = Counter((arm, place) for row in first for place, arm in enumerate(row))
-    assert max(cut.values()) - min((cut[arm, place] for arm in range(7) for place in range(7)), default=0) <= 1
-    assert set(Counter((arm, place) for row in rest for place, arm in enumerate(row)).values()) == {3}
+    cut = count_places(first)
+    least = min(cut.values()) if len(cut) == 7 * 7 else 0
+    assert max(cut.values()) - least <= 1
+    assert set(count_places(rest).values()) == {3}
 
 
 def test_orders_are_drawn() -> None:
@@ -397,7 +407,6 @@ def test_orders_are_drawn() -> None:
 
 
 def test_steps_without_marks_have_the_proportions_of_the_one_before() -> None:
-    """Their own time is kept to the nanosecond; phases are those of marked steps."""
     one = arm("fp8", facts=GPU)
     marked = RawStep((UNATTRIBUTED, CAST, GEMM), (10, 30, 60))
     one.calibrated, one.segmentation = marked, segment(marked.codes, marked.intervals_ns)

@@ -38,7 +38,7 @@ seconds = st.floats(1e-7, 1e3)
         (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, filling_of(1e-5, COLD_CALLS))),  # each has a flush before it
     ],
 )
-def test_the_shape_of_a_slot(step: float, cache: str, queues: bool, shape: SlotShape) -> None:
+def test_a_slot_has_blocks_and_cells(step: float, cache: str, queues: bool, shape: SlotShape) -> None:
     assert shape_of(step, 1e-5, cache, queues) == shape
 
 
@@ -112,13 +112,13 @@ def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> 
     [
         # A short step is one block: its cells are its phases.
         ([UNATTRIBUTED, CAST, GEMM, CAST, UNATTRIBUTED], [1, 2, 3, 4, 5], ("unattributed", "cast", "gemm"), (0, 0, 0)),
-        # A block ends with the mark that fills it; the next begins anew with cells of its own.
+        # A block ends with the mark that fills it; the next starts with new cells.
         ([GEMM, CAST, GEMM, CAST], [LEAST_BLOCK_NS - 1, 1, LEAST_BLOCK_NS, 5], ("gemm", "cast") * 2, (0, 0, 1, 2)),
-        # A thousand equal intervals of a second make as many blocks as there may be, not a thousand.
+        # A thousand equal intervals of a second give the maximum number of blocks, not a thousand.
         ([GEMM] * 1024, [10**9] * 1024, ("gemm",) * MOST_BLOCKS, tuple(range(MOST_BLOCKS))),
     ],
 )
-def test_where_a_step_ends(
+def test_a_step_ends_at_its_last_mark(
     codes: list[int], intervals: list[int], phases: tuple[str, ...], blocks: tuple[int, ...]
 ) -> None:
     segments = segment(codes, intervals).segments

@@ -43,7 +43,7 @@ TURNS = WindowRule(4, 1.5, 2.0)
 def measured(
     scripts: Mapping[str, Script], rule: WindowRule = THREE, *arms: MeasuredArm, power: Power | None = None
 ) -> tuple[dict[str, EnergyUse], Runner]:
-    """The energies by mode of prepared arms, and the worker that ran them."""
+    """Energies by mode of prepared arms, and the worker that ran them."""
     power = power or Power()
     worker = Runner(power, scripts)
     chosen = arms or tuple(arm(mode) for mode in scripts)
@@ -68,7 +68,6 @@ def test_each_case_gets_the_energy_of_its_own_power() -> None:
 
 
 def test_cases_take_turns_in_random_order() -> None:
-    """Every round of windows has every case once, and its rounds differ."""
     _, worker = measured({"fp32": lasting(10), "bf16": lasting(10), "fp8": lasting(10)}, WindowRule(6, 1.5))
     order = [entry[1] for entry in worker.log if entry[0] == "loop"]
     turns = [key for place, key in enumerate(order) if place == 0 or order[place - 1] != key]
@@ -91,7 +90,7 @@ def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerErr
     assert not found["bf16"].windows and f"bf16 ended the windows: {error}" in found["bf16"].why
     assert len(found["fp32"].windows) < 2 and "bf16 ended the windows" in found["fp32"].why
     assert not worker.held
-    # What blows up takes another power, so that such a window does not count.
+    # Diverging values change the power, so such a window does not count.
     found, _ = measured({"fp32": lasting(10, wrong="the loss is NaN")}, WindowRule(1, 1.5))
     assert not found["fp32"].windows and found["fp32"].why.endswith("more steps: the loss is NaN")
 
@@ -188,7 +187,7 @@ def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
             assert 2.0 <= sum(turn.seconds) < 2.5 and turn.steps * len(turn.seconds) == window.steps
             assert sum(turn.seconds) / window.steps == pytest.approx(milliseconds / 1e3)
             assert turn.watts == pytest.approx(WATTS[mode], rel=0.01)
-            assert turn.settling is None and turn.clock is None  # this device says nothing of its clock
+            assert turn.settling is None and turn.clock is None  # this device cannot report its clock
     emulated = found[arms[2].key]
     assert emulated.turns == [] and len(emulated.windows) == 1
     assert ("loop", "fp32", 100) in worker.log, "half a turn ahead, blindly"
@@ -198,7 +197,7 @@ def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
 
 
 class Heating(AbsentDevice):
-    """Each case has a temperature of its own, which is reached within seconds."""
+    """A device that reaches a different temperature for each case within seconds."""
 
     def __init__(self, worker: FakeWorker) -> None:
         super().__init__("nothing to say")
@@ -233,7 +232,7 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
 
 
 def test_a_cold_cache_has_no_energy() -> None:
-    """Windows hold steps alone, and would be those of a hot one; of rotating states they are what is asked for."""
+    """Windows hold only steps, which would run with a hot cache; for rotating states they are valid."""
     arms = [arm("fp32", cache="cold"), arm("bf16", cache="rotating")]
     found, worker = measured({"fp32": lasting(10), "bf16": lasting(10)}, WindowRule(1, 1.5), *arms)
     assert found["fp32"].windows == () and "cold cache" in found["fp32"].why
@@ -242,7 +241,7 @@ def test_a_cold_cache_has_no_energy() -> None:
     assert cold["fp32"].source == "counter" and not [entry for entry in worker.log if entry[0] == "loop"]
 
 
-# A step of a cast of 0.2 ms, a product of 19 ms and what is left over.
+# A step with a cast of 0.2 ms, a product of 19 ms and a remainder.
 PARTS = Script(lambda call: ((UNATTRIBUTED, CAST, GEMM), (MS // 10, MS // 5, 19 * MS)))
 NOBODY = "nobody does unattributed by itself"
 
@@ -250,7 +249,7 @@ NOBODY = "nobody does unattributed by itself"
 def phases_measured(
     windows: int = 2, levels: dict[str, Level] | None = None, spoilt: str = "", **scripts: Script
 ) -> tuple[dict[str, dict[str, PhaseEnergy]], Runner]:
-    """What was found by mode and phase, and the worker that was asked."""
+    """Energies by mode and phase, and the worker."""
     power = Power()
     worker = Runner(power, scripts)
     worker.spoilt = spoilt
@@ -258,7 +257,10 @@ def phases_measured(
     for one in arms:
         one.prepare(worker)
     found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).phases(arms, worker)
-    return {arm.planned.case.mode: {part.phase: part for part in found[arm.key]} for arm in arms}, worker
+    by_mode = {}
+    for measured_arm in arms:
+        by_mode[measured_arm.planned.case.mode] = {part.phase: part for part in found[measured_arm.key]}
+    return by_mode, worker
 
 
 def test_each_phase_gets_the_energy_of_its_own_power() -> None:

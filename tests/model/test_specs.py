@@ -51,7 +51,7 @@ def reserve(told: MetricSources) -> Iterator[Metric]:
 
 @pytest.fixture(params=["cases", "spare"])
 def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricSpec]:
-    """In a table that there is, or in one of its own."""
+    """A spec in an existing table or a new one."""
     made = replace(RESERVE, table=request.param)
     monkeypatch.setitem(METRICS, made.name, made)
     monkeypatch.setattr(metrics, "MEASURES", [*metrics.MEASURES, reserve])
@@ -70,8 +70,13 @@ def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
     (heads,) = [line for line in text.splitlines() if " half" in line]
     assert ("verdict" in heads) is (spec.table == "cases") and "1.00 KiB" in text and "2.00 KiB" in text
     tables = [one for one in results_section(material((kept, said))) if isinstance(one, Table)]
-    (shown,) = [one for one in tables if "half" in [column.title for column in one.columns]]
-    assert "1.00 KiB" in [field.text for row in shown.rows for field in row]
+    by_title = {}
+    for table in tables:
+        by_title.update({column.title: table for column in table.columns})
+    texts = []
+    for row in by_title["half"].rows:
+        texts += [field.text for field in row]
+    assert "1.00 KiB" in texts
     rows = [row for row in csv.DictReader(io.StringIO(csv_text(*run_rows([(kept, said)])))) if row["metric"] == spec]
     assert [(row["unit"], row["median_in_unit"]) for row in rows] == [("B", "2048.0"), ("B", "1024.0")]
     assert run_value(kept, said)["records"][1]["metrics"][spec] == 1024.0

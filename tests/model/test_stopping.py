@@ -29,13 +29,13 @@ from tests.counts import for_each
 
 
 def test_looks_come_every_eight_rounds_and_then_more_rarely() -> None:
-    # Each look is another chance to err, so their number grows with the logarithm.
+    # Each look risks an error, so their number grows with the logarithm.
     looks = [rounds for rounds in range(1, 300) if StoppingRule().looks(rounds)]
     assert looks[:8] == [24, 32, 40, 48, 56, 64, 72, 80]
     longest = [rounds for rounds in range(1, 4097) if StoppingRule().looks(rounds)]
     assert len(longest) == 6 + 6 * 8 and all(later / earlier <= 1.5 for earlier, later in pairwise(longest))
     assert [look for look in looks if look >= 112] == [112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256, 288]
-    # The number of fixed rounds must not depend on what they show.
+    # The number of fixed rounds must not depend on their values.
     assert not any(StoppingRule(fixed=64).looks(rounds) for rounds in range(100))
     assert not any(StoppingRule().looks(rounds) for rounds in range(LEAST_ROUNDS))
     assert StoppingRule(least=8).looks(8)
@@ -67,7 +67,7 @@ FIXED = StoppingRule(fixed=10, budget=1.0)
         (FIXED, 0, 120.0, ""),
     ],
 )
-def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
+def test_budgets_set_the_caps_of_rounds(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
     assert rule.reason_to_end(rounds, seconds) == why
 
 
@@ -83,9 +83,11 @@ def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None
         (True, 7, None, StoppingRule(fixed=7, ceiling=math.inf)),
     ],
 )
-def test_rule_for(quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule) -> None:
+def test_options_choose_the_stopping_rule(
+    quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule
+) -> None:
     assert rule_for(quick, rounds, budget) == expected
-    nothing = rule_for(False, None, 0.0)  # which gives one round all the same
+    nothing = rule_for(False, None, 0.0)  # which still gives one round
     assert (nothing.reason_to_end(0, 0.0), nothing.reason_to_end(1, 0.0)) == ("", "time was up after 1 round")
 
 
@@ -94,7 +96,7 @@ EVERY = 0.15
 
 
 def settled_after(clock: Curve, temperature: Curve, limit: float = 60.0) -> float | None:
-    """The seconds after which looks at these curves are flat; None where they never are."""
+    """The seconds until looks at these curves are flat; None if never."""
     looks: list[ClockLook] = []
     for number in range(round(limit / EVERY)):
         at = number * EVERY
@@ -125,7 +127,7 @@ def heating(seconds: float) -> Curve:
         (unknown, constant(60.0), STRETCH, STRETCH + 2 * EVERY),
         (constant(1.98e9), heating(4.0), 10.0, 25.0),
         (constant(1.98e9), heating(15.0), 22.0, 50.0),
-        # It boosts for eight seconds, and keeps another clock from then on.
+        # It boosts for eight seconds, then keeps another clock.
         (lambda at: 1.98e9 if at < 8 else 1.71e9, constant(60.0), STRETCH, STRETCH + 2 * EVERY),
         # It falls slowly for twenty seconds.
         (lambda at: 1.98e9 - 2e7 * min(at, 20.0), constant(60.0), 20.0, 25.0),
@@ -176,12 +178,12 @@ FOUND = Coverage(
 )
 
 
-def test_shares() -> None:
+def test_shares_of_converted_flops_are_counted() -> None:
     assert FOUND.converted_flops == 160
     assert FOUND.share == 0.8
     assert FOUND.unknown == 3
     assert Coverage().share == 0.0 and HeldProduct(2, 3, 4, times=5).flops == 240
-    assert list(FOUND.by_kind().items()) == [("conv2d", (100, 100)), ("linear", (80, 60))]  # the most first
+    assert list(FOUND.by_kind().items()) == [("conv2d", (100, 100)), ("linear", (80, 60))]  # largest first
 
 
 def test_every_bit_that_pynvml_knows_has_a_name() -> None:
@@ -206,7 +208,7 @@ def test_every_bit_that_pynvml_knows_has_a_name() -> None:
         (0x802, ("application-clocks", "bit 0x800")),
     ],
 )
-def test_masks(mask: int, names: tuple[str, ...]) -> None:
+def test_throttle_masks_are_decoded(mask: int, names: tuple[str, ...]) -> None:
     assert reasons_in(mask) == names
 
 

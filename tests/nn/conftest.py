@@ -1,4 +1,4 @@
-"""What tests of layers share."""
+"""Fixtures of tests of layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes products whose bits do not depend on the processor, on padding, or on alignment."""
+    """Makes products whose bits do not depend on the CPU, on padding, or on alignment."""
     monkeypatch.setattr("fp8bench.nn.arithmetics.values_product", exact)
     monkeypatch.setattr(torch, "mm", exact_mm)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", exact_grouped_mm)

@@ -17,7 +17,7 @@ FP32 = PlainArithmetic(torch.float32)
 
 
 def everything_in(model: nn.Module) -> dict[str, Any]:
-    """All that a conversion could change: attributes in their order, parameters and their bits, hooks, classes."""
+    """Everything that a conversion could change: attributes in order, parameters with their bits, hooks, classes."""
     modules = {
         path: (
             type(module),

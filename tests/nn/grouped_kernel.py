@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def exact(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums in float64 and rounds once, so that the order of a few short numbers does not matter; float32 sums vary."""
+    """Sums in float64 and rounds once, so that order does not matter; float32 sums vary."""
     return (a.double() @ b.double().t()).to(dtype)
 
 
@@ -20,14 +20,14 @@ def exact_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact_grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """On processors without bfloat16 products, torch's sums depend on the layout of the operands."""
+    """On CPUs without bfloat16 products, torch's sums depend on the layout of the operands."""
     return _joined(*_parted(a, b, offs), a.dtype, b.dim())
 
 
 def _parted(a: Tensor, b: Tensor, ends: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     parts = list(itertools.pairwise([0, *ends.tolist()]))
     right = b.transpose(-2, -1)
-    if b.dim() == 3:  # rows of a, each part with a matrix and scales of its own
+    if b.dim() == 3:  # rows of a, each part with a separate matrix and scales
         assert a.dim() == 2 and parts[-1][1] == len(a) and len(parts) == len(b)
         return [a[slice(*part)] for part in parts], list(right)
     return [a[:, slice(*part)] for part in parts], [right[:, slice(*part)] for part in parts]

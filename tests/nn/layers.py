@@ -56,7 +56,7 @@ def torchs_convolution(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
 
 
 def as_torch(weight: Tensor) -> Tensor:
-    """(outputs, window x inputs) as (outputs, inputs, 3, 3)."""
+    """Reshapes (outputs, window x inputs) to (outputs, inputs, 3, 3)."""
     inputs = weight.shape[1] // 9
     moved = torch.empty(weight.shape[0], inputs, 3, 3, dtype=weight.dtype)
     for row in range(3):

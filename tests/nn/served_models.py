@@ -101,7 +101,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    """`slip` takes positions so many too late behind the first call, `off` lets tokens see later ones."""
+    """A user's decoder; `slip` shifts positions after the first call, `off` lets tokens see later ones."""
 
     def __init__(self, slip: int = 0, off: int = 0, keeps: bool = True) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class GroupedLayer(Layer):
 
 
 class Grouped(Own):
-    """Gives a dict, and has more heads of queries than of keys, which no config tells."""
+    """Returns a dict, and has more query heads than key heads, which no config states."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,15 +86,15 @@ HAND: dict[str, dict[str, Callable[[Any], int]]] = {
     # Queries and output, keys and values of half the heads; gate, up and down.
     "llama": {"linear": text_layers(2 * W * W + 2 * W * W // 2 + 3 * W * H), "head": head},
     "gpt2": {"conv1d": text_layers(12 * W * W), "head": head},
-    # The transform ahead of the head besides.
+    # In addition the transform before the head.
     "bert": {"linear": lambda a: text_layers(4 * W * W + 2 * W * H)(a) + STEP * a.TOKENS * W * W, "head": head},
-    # Two experts of four a token.
+    # Two experts of four per token.
     "mixtral": {"experts": text_layers(2 * 3 * W * H), "linear": text_layers(3 * W * W), "head": head},
     # Blocks of the encoder, and of the decoder with its second attention.
     "t5": {"linear": text_layers(4 * W * W + 2 * W * H + 8 * W * W + 2 * W * H), "head": head},
-    # Into twice the width twice, x_proj to 4 + 2 * 8, and out; dt_proj is multiplied by hand.
+    # In to 4 widths, x_proj to 4 + 2 * 8, and out; dt_proj is multiplied by hand.
     "mamba": {"linear": text_layers(W * 4 * W + 2 * W * 20 + 2 * W * W), "head": head},
-    # 17 places of 2 pictures; of the pictures nobody wants a gradient.
+    # 17 positions of 2 pictures; pictures need no gradient.
     "vit": {
         "linear": lambda a: STEP * 34 * 2 * (4 * W * W + 2 * W * H),
         "conv2d": lambda a: 2 * 2 * 32 * 3 * 8 * 8 * W,

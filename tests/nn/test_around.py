@@ -1,4 +1,4 @@
-"""Norms, embeddings, streams and logits in precisions of their own, against plain torch and by hand."""
+"""Norms, embeddings, streams and logits in separate precisions, compared with plain torch and by hand."""
 
 from __future__ import annotations
 
@@ -125,12 +125,12 @@ def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: st
         loss = model(tokens, tokens, SilentPhases())
         loss.backward()
         assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
-        # All but the stream is float32 anyway, or bf16 values in it.
+        # All but the stream is float32 anyway, or has bf16 values in float32.
         same = mode == "fp32" and kind != "residual"
         assert torch.equal(loss, usual) == same, kind
 
 
-# Suites whose models have more than products, each at its smallest, and the kinds that it has besides.
+# Suites whose models have more than products, each at its smallest, with their additional kinds.
 SUITES = {
     "moe": ({"tokens": 12, "width": 32, "hidden": 32, "experts": 4, "top_k": 2, "layers": 2, "load": "uniform",
              "dispatch": "carrier", "combine": "carrier", "router": "fp32", "pass": "decode"}, ("norm", "residual")),

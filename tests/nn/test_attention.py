@@ -65,7 +65,7 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
         return lambda x: arithmetic.restore(cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
 
     result = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
-    # A product summed in another order may fall on the other side of a rounding, one step of one score.
+    # A product summed in another order may round differently, by one step of one score.
     tolerance = 1e-5 if precision == "fp32" else 1e-2
     for tensor, wanted in zip(
         result, by_hand(by(arithmetic.cast), by(arithmetic.cast_without_scale), prescaled, causal), strict=True

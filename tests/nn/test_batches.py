@@ -70,7 +70,7 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
 
 @for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
-    """An id is a byte times 256 plus the next, modulo the vocabulary; targets follow by one place."""
+    """An id is a byte times 256 plus the next, modulo the vocabulary; targets are shifted by one."""
     text = b"import torch\xff\xfe"
     file = tmp_path / "text"
     np.frombuffer(text, dtype=np.uint8).astype(np.uint16).tofile(file)

@@ -1,6 +1,6 @@
-"""Native products with scales of blocks, as far as a processor can tell: codes, layouts, and torch's own shape rules.
+"""Native products with block scales, as far as a CPU can check: codes, layouts, and torch's shape rules.
 
-No processor has their kernel. In its place stands one that reads codes and scales as cuBLAS documents their places.
+No CPU has their kernel; a replacement reads codes and scales at the places that cuBLAS documents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pair(mode: str) -> tuple[BlockArithmetic, RecipeArithmetic]:
 
 
 def sources(height: int = 256, width: int = 384) -> Tensor:
-    """Rows and columns differ so much in size that a misplaced scale is far off."""
+    """Rows and columns vary so much in size that a misplaced scale gives a large error."""
     sizes = torch.logspace(-3, 3, height)[:, None] * torch.logspace(2, -2, width)
     return gaussian(height, width) * sizes
 
@@ -75,7 +75,7 @@ def test_codes_without_a_scale_are_codes_too(mode: str, role: Role) -> None:
 
 @for_each("mode", BLACKWELL)
 def test_odd_rows_come_back_as_long_as_they_were(mode: str) -> None:
-    """Two E2M1 codes share a byte, and the last has room for one more."""
+    """Two E2M1 codes share a byte, and the last byte is half full."""
     native, emulated = pair(mode)
     tensor = sources(48, 33)
     for cast in ("cast", "cast_transpose", "cast_without_scale"):
@@ -94,7 +94,7 @@ def test_the_squares_of_weights_are_turned_without_another_cast() -> None:
 
 
 def documented(codes: Tensor, scales: list[Tensor], kinds: list[int], swizzles: list[int]) -> Tensor:
-    """The values of an operand by the places that torch and cuBLAS document, one scale after the other, in fp64."""
+    """The values of an operand from the scale places documented by torch and cuBLAS, one by one in fp64."""
     values = codes.to(torch.float64) if codes.element_size() == 1 and codes.dtype != torch.float4_e2m1fn_x2 else None
     if values is None:
         halves = codes.view(torch.uint8)

@@ -20,7 +20,7 @@ MODES = ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp8:weigh
 
 
 class Pair(nn.Module):
-    """Two layers, the second of a precision of its own."""
+    """Two layers, the second in another precision."""
 
     def __init__(self, first: Arithmetic, second: Arithmetic) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
 
 
 def test_a_delayed_scale_gets_one_entry_for_all_passes() -> None:
-    """As in Transformer Engine; those of inputs and gradients get one a pass."""
+    """As in Transformer Engine; those of inputs and gradients get one per pass."""
     arithmetic = precisions.get("fp8-delayed:history=8").arithmetic(CPU).layer("one")
     assert isinstance(arithmetic, RecipeArithmetic)
     model = Pair(arithmetic, PlainArithmetic(torch.float32))

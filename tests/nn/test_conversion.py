@@ -21,7 +21,7 @@ FP8 = precisions.get("fp8").arithmetic(CPU)
 
 
 class Doubled(nn.Linear):
-    """A linear layer with a forward pass of its own."""
+    """A linear layer that overrides forward."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return 2 * super().forward(input)
@@ -86,7 +86,7 @@ def test_all_is_as_it_was(model: Model) -> None:
 
 
 def test_a_weight_that_changes_when_it_is_asked_for_is_asked_for_as_often_as_before() -> None:
-    """In training mode spectral norm takes a step of its power iteration."""
+    """In training mode each read of a spectral-norm weight advances its power iteration."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4))
     other, x = copy.deepcopy(model), torch.randn(4, 16)
@@ -228,7 +228,7 @@ def test_what_cannot_be_converted_says_why() -> None:
 
 
 def test_rows_are_filled_up_for_native_products() -> None:
-    """Zeros change neither the output nor any gradient. Sides are not filled up."""
+    """Zeros change neither the output nor any gradient. Sides are not padded."""
     odd = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
     reasons = [holder.reason.partition(" ")[0] for holder in converted(odd, multiples=(16, 16)).held]
     assert reasons == ["N=37", "K=37", ""]

@@ -36,7 +36,7 @@ def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
 @for_each("bias", [True, False])
 @for_each("shape", [(2, 16, 48), (5, 48), (1, 48), (48,), (0, 48)])
 def test_without_rounding_products_have_torchs_bits(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
-    """torch begins a sum with the bias and ours ends with it, so the last bit of the output may differ."""
+    """torch starts a sum with the bias, fp8bench ends with it, so the output's last bit may differ."""
     model, x = sequential(nn.Linear(48, 80, bias=bias)).to(dtype), torch.randn(shape).to(dtype)
     plain, ours = both(model, x, PlainArithmetic(dtype))
     assert_same_bits(plain[bias:], ours[bias:])
@@ -67,7 +67,7 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
     a, w = rounded(x.bfloat16(), torch.float8_e4m3fn), rounded(model[0].weight.detach(), torch.float8_e4m3fn)
     g = rounded(pull.bfloat16(), torch.float8_e5m2)
     for own, exact in zip(ours, (a @ w.t(), g @ w, g.t() @ a), strict=True):
-        assert relative_frobenius(own, exact) < 2**-8  # the carrier's rounding, and no other
+        assert relative_frobenius(own, exact) < 2**-8  # only the carrier's rounding
     unrounded = x.double() @ model[0].weight.detach().double().t()
     assert relative_frobenius(ours[0], unrounded) > 0.02
 
@@ -159,7 +159,7 @@ def test_experts_in_fp8_are_so_many_linear_layers(way: str) -> None:
     with torch.no_grad():
         stack = model.stack.mT if transposed else model.stack
         exact = torch.stack([linear(part, own, by, SilentPhases()) for part, own in zip(x, stack, strict=True)])
-        if way == "chosen":  # each row has a weight, and so a scale, of its own
+        if way == "chosen":  # each row has a separate weight, and so a separate scale
             exact[0] = torch.cat([linear(row[None], stack[0], by, SilentPhases()) for row in x[0]])
     assert torch.equal(ours, exact.float())
     assert not torch.equal(ours, model(x))

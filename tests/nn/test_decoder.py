@@ -69,7 +69,7 @@ def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str) -> 
 
 @for_each("name", KV_FORMATS)
 def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
-    """The formats have oracles of their own."""
+    """The formats have separate oracles."""
     x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
     heads, slowly = (KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
     for item in (heads, slowly):
@@ -87,7 +87,7 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
         wanted = torch.stack(per_head, 1)
     else:
         wanted = values(x.reshape(-1, 48), kept.fmt, kept.scaling).view(x.shape)
-    # Scales are divided by where the formats multiply by an inverse: a last bit of fp32, and no code.
+    # Divides by scales instead of multiplying by inverses: a last bit of fp32, but equal codes.
     assert torch.allclose(result, wanted, rtol=1e-6, atol=0)
 
 
@@ -99,7 +99,7 @@ def test_kept_weights_multiply_as_their_values(name: str) -> None:
     restored = kept.restore()  # type: ignore[attr-defined]
     product = kept.times(x.bfloat16(), SilentPhases()).double()
     exact = x.bfloat16().double() @ restored.double().t()
-    assert float((product - exact).norm() / exact.norm()) < 6e-3  # bf16's own rounding of inputs and outputs
+    assert float((product - exact).norm() / exact.norm()) < 6e-3  # bf16's rounding of inputs and outputs
     known = WEIGHT_FORMATS[name]
     if known.fmt is not None:
         wanted = values(weight, known.fmt, known.scaling)
@@ -150,7 +150,7 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
     olmoe = shape_of(SERVED_SIZES["olmoe-1b-7b"])
     assert sum(math.prod(shape) for _, shape in olmoe.shapes) == pytest.approx(6.92e9, rel=0.01)
     assert olmoe.active + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01) and olmoe.chosen(1) == 8
-    # DeepSeek-V3's, as published: 256 experts, 8 of them a token.
+    # DeepSeek-V3's, as published: 256 experts, 8 per token.
     deepseek = replace(olmoe, experts=256, top_k=8)
     assert [round(deepseek.chosen(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]
 

@@ -1,4 +1,4 @@
-"""Kinds of operands' values, in every suite that draws its own, and constants in every precision."""
+"""Kinds of operand values in every suite that draws them, and constants in every precision."""
 
 from __future__ import annotations
 

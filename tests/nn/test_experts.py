@@ -32,12 +32,12 @@ def experts(arithmetic: Arithmetic, count: int = 4) -> Experts:
     torch.manual_seed(1)
     block = Experts(32, count, expert, lambda name: arithmetic)
     with torch.no_grad():
-        block.router.mul_(20)  # so that choices are decided, and lop-sided
+        block.router.mul_(20)  # so that choices are clear and unbalanced
     return block
 
 
 def dense(weights: dict[str, Tensor], x: Tensor, count: int = 4) -> tuple[Tensor, Tensor]:
-    """Every expert on every token, with a gate that is zero for all but the best two; and the balancing loss."""
+    """Every expert on every token, with a zero gate for all but the best two; and the balancing loss."""
     scores = x @ weights["router"].T
     gate = torch.zeros_like(scores)
     for token, row in enumerate(scores):

@@ -98,7 +98,7 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
 @for_each("device", ["cpu", "meta"])
 def test_one_pass_looks_at_both(device: str) -> None:
     x = outliers(64, 48).to(device).t()
-    rotation(x, 3)  # its matrix is kept
+    rotation(x, 3)  # its matrix is cached
     with Operators() as seen:
         result = rotation(x, 3)
     assert result.values.shape == (48, 64)
@@ -112,7 +112,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
 
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
-    """A memory derivation makes tensors on meta; the cached matrix of that seed serves later steps."""
+    """Under a meta default device (memory derivation) the matrix is still real; later steps use the cached one."""
     wanted = _matrix(12, torch.device("cpu"))
     _matrix.cache_clear()
     with torch.device("meta"):

@@ -86,7 +86,7 @@ def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
     (wanted, _), (whole, parts) = both_ways(mine), both_ways(theirs)
     limit = (
         1e-5 if arm == Arm("fp32") or not arm.kv else 1e-2
-    )  # a rounding may go the other way, and its layer after it
+    )  # a value may round the other way, and then the next layer's
     assert float((whole - wanted).norm() / wanted.norm()) < limit
     assert float((parts - whole).norm() / whole.norm()) < limit
     if arm != Arm("fp32"):
@@ -129,7 +129,7 @@ def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
 
 @for_each("weights", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
 def test_gpt2s_turned_weights_are_multiplied(weights: str) -> None:
-    """Hugging Face's GPT-2 has them transposed: in bf16, by torch's own kernels where there are some."""
+    """Hugging Face's GPT-2 stores them transposed; in bf16 multiplied by torch's kernels where they exist."""
     seen = []
     for arm in (Arm("fp32"), Arm("bf16", "", weights)):
         with torch.random.fork_rng():

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     exact: Callable[[Tensor, Tensor, Tensor], Outcome]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    # Of backward in bf16.
+    # Tolerance of a bf16 backward.
     marks: tuple[str, ...]
 
     def layer(self, arithmetic: Arithmetic) -> Linear | Convolution:
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
             assert ours.shape == theirs.shape and least < relative_frobenius(ours, theirs) < most
 
 
-# A linear layer makes all operands, then has its products; a convolution turns what each of them needs before it.
+# A linear layer casts all operands before its products; a convolution turns each product's operands before it.
 LINEAR = Kind(linear, torchs_linear, (96, 128), (96, 64), ("cast", "gemm", "gemm", "cast"))
 CONVOLUTION = Kind(
     convolution, torchs_convolution, (4, 8, 8, 32), (4, 8, 8, 64), ("cast", "cast", "gemm", "cast", "gemm", "cast")
@@ -100,7 +100,7 @@ def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[
 
 @each_kind
 def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
-    # The last cast is the weight's gradient to fp32.
+    # The last cast converts the weight's gradient to fp32.
     assert phases_of(kind, "bf16") == (["cast", "gemm"], [*kind.marks])
     assert phases_of(kind, "fp32") == (["gemm"], ["gemm", "gemm"])
     assert phases_of(kind, "fp32", needs_gradient=False) == (["gemm"], ["gemm"])
@@ -109,7 +109,7 @@ def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
 @each_kind
 @pytest.mark.parametrize("keeps_source", [False, True])
 def test_the_second_orientation_is_cast_from_the_source_where_scales_demand_it(kind: Kind, keeps_source: bool) -> None:
-    """Block scales run along the contraction; otherwise the codes are turned."""
+    """Block scales run along the contraction; otherwise the codes are transposed."""
     seen: list[tuple[Role, tuple[int, ...]]] = []
 
     def note(tensor: Tensor, role: Role) -> Tensor:
@@ -274,7 +274,7 @@ def test_block_scaled_products_round_along_their_own_contractions() -> None:
 
 @for_each("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) -> None:
-    """Hardware multiplies FP8 matrices only, so the convolution decodes codes and scales."""
+    """Hardware multiplies only FP8 matrices, so the convolution decodes codes and scales."""
     x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)
     native = convolution(precisions.get(name).arithmetic(H200), 16, 16)
     emulated = convolution(arithmetic_of(name), 16, 16)

@@ -79,7 +79,7 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
     ],
 )
 def test_both_operands_are_those_of_a_cast_and_a_turn(mode: str, facts: DeviceFacts) -> None:
-    """Bit for bit, cast after cast; of none where another cast has to be made, and a gradient stays one.
+    """Bit for bit, cast after cast; none if a separate cast is needed, and a gradient stays one.
 
     Native NVFP4 rotates and draws for both at once.
     """

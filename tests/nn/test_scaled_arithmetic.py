@@ -45,7 +45,7 @@ MODES = (
     "fp8-unit",
     "fp8-unit:weight-gradient=bf16",
 )
-# torch 2.11 has the operator, and no kernel of it for a processor.
+# torch 2.11 has the operator, but no CPU kernel for it.
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
     reason="this torch has no scaled products on a processor; 2.13 has",
@@ -229,7 +229,7 @@ def test_outputs_and_gradients_are_those_of_one_product_for_each(
             y = block(x, SilentPhases())
             (y * given(200, 32, seed=5)).sum().backward()
         result.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
-    products = 2 if "gradient" in mode else 3  # the weight gradient's in bf16 is torch's own
+    products = 2 if "gradient" in mode else 3  # the bf16 weight gradient is torch's product
     assert grouped_kernel.calls == 2 * products
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*result, strict=True))
     y, of_x, router, *of_weights = (
@@ -268,5 +268,5 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
     ],
 )
 def test_what_is_grouped(mode: str, facts: DeviceFacts, groups: int) -> None:
-    """As torch 2.13 and 2.11 for CUDA answered on a stub runtime: not E5M2, nor one scale a tensor."""
+    """As torch 2.13 and 2.11 for CUDA answered on a stub runtime: neither E5M2 nor one scale per tensor."""
     assert precisions.get(mode).arithmetic(facts).groups == groups

@@ -134,7 +134,7 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
 
 @pytest.fixture(params=["processor", "elsewhere"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs on a CPU, and as on a device that must not be waited for: its tensors raise when their value is read."""
+    """Runs on a CPU, and as a device that must not be waited for: its tensors raise when their value is read."""
     if request.param == "processor":
         yield request.param
         return

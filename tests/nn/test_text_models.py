@@ -54,7 +54,7 @@ def plain_norm(x: Tensor, weight: Tensor, modern: bool) -> Tensor:
 
 
 def plain_cnn(weights: dict[str, Tensor], tokens: Tensor, _: bool) -> Tensor:
-    """torch's convolution of an image with two rows of zeros on top and on the left; statistics by hand."""
+    """torch's convolution of an image padded by two zero rows at the top and left; statistics by hand."""
     x = weights["embedding"][tokens].view(2, -1, LINE, 16).permute(0, 3, 1, 2)
 
     def normed(y: Tensor, name: str) -> Tensor:

@@ -27,7 +27,7 @@ def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
         assert (0 < change < 0.2) if CAPTURED[name].role is Role.WEIGHT else change > 0.3
         assert (float(course[-1].std()) < 1e-3) == (CAPTURED[name].role is Role.GRADIENT)
     tokens, config = TRAINED_BATCH * SIZES[TRAINED_SIZE].sequence, SIZES[TRAINED_SIZE]
-    # The loss' gradient: probabilities less the target, over the tokens; each row sums to zero.
+    # The loss's gradient: probabilities minus the target, divided by tokens; each row sums to zero.
     head = found["head-gradient"][-1]
     assert head.shape == (tokens, config.vocabulary) and float(head.sum(1).abs().max()) < 1e-7
     assert float(head.min()) == pytest.approx(-1 / tokens, rel=0.1)

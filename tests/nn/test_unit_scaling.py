@@ -161,7 +161,7 @@ def test_a_model_that_it_has_no_constants_for_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's
 def test_a_compiled_graph_has_the_same_gradients() -> None:
     tokens, targets = batch(NANO)
     result = []

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fp8bench.numerics import rank_programs
 from fp8bench.numerics.collectives import (
     E4M3,
     FP8LM_AUTO,
@@ -70,7 +72,8 @@ class MX32:
         return torch.ldexp(E4M3().decode(payload[:count]).reshape(-1, self._SIDE), exponents).reshape(-1)
 
 
-# SQNR in dB of 262,144 normal values, measured apart from this code; values whose ranks share half of their variance.
+# SQNR in dB of 262,144 normal values, measured by separate code; and for values whose ranks share half of their
+# variance.
 OWN = {
     (RING, POST): {2: 28.1, 4: 25.8, 8: 21.1, 16: 13.7, 64: 4.4},
     (RING, PRE): {2: 28.1, 4: 26.0, 8: 23.8, 16: 21.4, 64: 16.1},
@@ -89,9 +92,9 @@ SHARED = {
 }
 BF16 = {2: 52.2, 4: 50.0, 8: 47.9, 16: 45.5, 64: 40.2}
 MX = {2: 27.4, 4: 25.2, 8: 22.9}
-# Parts in a million of the sum that are the format's largest.
+# Parts per million of the sum that are the format's largest.
 SATURATED = {(POST, 8, False): 12817, (MS_AMP, 8, True): 1526, (MS_AMP, 16, True): 23926, (MS_AMP, 64, True): 98632}
-# Other draws of as many values.
+# Other draws of equally many values.
 WITHIN_DB = 0.6
 
 
@@ -106,7 +109,7 @@ def sqnr(values: Tensor, exact: Tensor) -> float:
 
 
 def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float, float]:
-    """The mean that all ranks get, the share of the largest code in ppm, and FP8-LM's settled mu."""
+    """The mean that all ranks receive, the share of the largest code in ppm, and FP8-LM's settled mu."""
     size, mu = len(given), torch.ones(1)
     while True:
         autos = [AutoScale(mu) for _ in given]
@@ -122,7 +125,6 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
 @pytest.mark.parametrize("size", [2, 8, *(pytest.param(item, marks=pytest.mark.slow) for item in (4, 16, 64))])
 @for_each("shared", [False, True])
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
-    """Within 0.6 dB. Rings lose 2 dB a doubling and collapse where ranks agree; the other two do not."""
     table = SHARED if shared else OWN
     given = sources(size, shared, 1 << 15)
     exact = expected("all_reduce", given, 0)
@@ -142,18 +144,16 @@ def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
 
 
 def test_a_smaller_factor_flushes_more() -> None:
-    """Of rows of very different sizes, over 8 ranks: about 10, 5 and 3 percent."""
     rows = torch.exp(2 * rank_values(3, 0, 512)).repeat_interleave(128)
     given = [values * rows for values in sources(8, False, 1 << 16)]
-    lost = [
-        float(simulate([flushed_share(item, name, 8, AutoScale()) for item in given])[0])
-        for name in (PRE, MS_AMP, POST)
-    ]
+    lost = []
+    for name in (PRE, MS_AMP, POST):
+        shares = simulate([flushed_share(item, name, 8, AutoScale()) for item in given])
+        lost.append(float(shares[0]))
     assert lost == pytest.approx([0.1, 0.054, 0.029], rel=0.8) and lost == sorted(lost, reverse=True)
 
 
 def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
-    """It becomes 1/4 with 16 ranks, as in the table, and recovers to at most 2 within a thousand steps."""
     assert mean_of(RING, FP8LM_AUTO, sources(16, False, 1 << 14))[2] == 0.25
     auto = AutoScale()
     auto.after(torch.tensor([2e-5]))
@@ -169,7 +169,6 @@ def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
 @for_each("whole", [True, False])
 @for_each("way", WAYS)
 def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
-    """Also in two shots, whose second codes have scales of their own, and with values that only one rank cuts off."""
     one = torch.ones(1 << 12)
     given = [torch.cat([one, 1.9 * one]), torch.cat([one, one])]
     autos = [AutoScale(torch.full((1,), 2.0)) for _ in given]
@@ -178,7 +177,6 @@ def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
 
 
 def test_bytes_are_counted() -> None:
-    """A ring and two shots send the same, gathering n - 1 times the vector."""
     size, count = 4, 1 << 12
     moved = {}
     for way in WAYS:
@@ -193,7 +191,7 @@ def test_bytes_are_counted() -> None:
         )
         moved[way] = counted.bytes
     amax = 2 * 4 * (size - 1) / size
-    for way in (RING, TWOSHOT):  # each part's share goes to its owner and no further
+    for way in (RING, TWOSHOT):  # each part is sent only to its owner
         counted, autos = Counted(size), [AutoScale() for _ in range(size)]
         given = sources(size, False, count)
         simulate(
@@ -203,7 +201,7 @@ def test_bytes_are_counted() -> None:
         assert counted.bytes == count * (size - 1) / size + amax
     assert moved[GATHER] == (size - 1) * count + amax
     assert moved[RING] == 2 * count * (size - 1) / size + amax
-    assert moved[TWOSHOT] == moved[RING] + 4 * (size - 1)  # each part's own scale
+    assert moved[TWOSHOT] == moved[RING] + 4 * (size - 1)  # each part's scale
 
 
 @for_each("way", WAYS)
@@ -216,9 +214,11 @@ def test_parts_are_those_of_the_whole(way: str, scaling: str) -> None:
     assert sqnr(parts, whole.double()) > 27
 
 
-def test_scales() -> None:
-    """The largest power of two that fits; 1 where there is nothing to fit, and NaN where something is not finite: an
-    overflow that was sent as 448 would be seen by nobody."""
+def test_a_scale_is_the_largest_power_of_two_that_fits() -> None:
+    """The largest power of two that fits.
+
+    1 for an empty tensor, NaN for a non-finite one: an overflow sent as 448 would go unnoticed.
+    """
     amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 1e-45])
     assert largest_scale(amax).tolist() == [1.0, 0.5, 256.0, 1.0, 1.0]
     assert largest_scale(torch.tensor([math.inf, math.nan])).isnan().all()
@@ -229,6 +229,15 @@ def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(PlainCall, "__call__", lambda self, given, size, around: given * size)
     with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must come to 1\.0"):
         check_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")
+
+
+def test_a_shift_sends_to_the_next_rank_and_receives_from_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 5)
+    monkeypatch.setattr(dist, "P2POp", lambda operation, payload, group, group_peer: (operation, group_peer))
+    monkeypatch.setattr(dist, "batch_isend_irecv", list)
+    waits, _ = rank_programs._start_exchange(Shift(torch.ones(1)), None, False)
+    assert waits == [(dist.isend, 4), (dist.irecv, 2)]
 
 
 def test_ranks_that_end_early_are_noticed() -> None:
@@ -243,7 +252,7 @@ def test_ranks_that_end_early_are_noticed() -> None:
 
 
 def test_each_tensor_travels_with_its_own_scale() -> None:
-    """Ranks own unequal numbers of tensors. Powers of two are exact in E4M3 if their tensor's own scale is used."""
+    """Ranks own unequal numbers of tensors. Powers of two are exact in E4M3 if their tensor's scale is used."""
     pieces = [Pieces((3, 2), 2), Pieces((4,), 2)]
     owned = [torch.tensor([1.0, 2.0, -0.5, 2.0**15, -(2.0**14)]), torch.tensor([2.0**-20, -(2.0**-19), 0.0, 2.0**-21])]
     results = simulate([transport_tensors(values, rank, pieces) for rank, values in enumerate(owned)])

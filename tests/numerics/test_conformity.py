@@ -98,7 +98,7 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
         (lambda a, b: plain(a, b) / 0, Difference.UNEXPLAINED, "no numbers"),
     ],
 )
-def test_products(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
+def test_wrong_products_are_diagnosed(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = made(a, b).to(dtype)
     explained, why = explain_product(result, ConformitySums(a.double(), b.double(), dtype))
@@ -177,7 +177,7 @@ def cut_cast(x: Tensor) -> Tensor:
         (torch.clone, Difference.UNEXPLAINED, ""),
     ],
 )
-def test_casts(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
+def test_wrong_casts_are_diagnosed(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     explained, why = explain_cast(made(x), rounded(x), x, E4M3)
     assert (explained, words in why) == (difference, True), why
@@ -253,7 +253,7 @@ def test_short_sums_and_what_is_no_number_accuse_nobody() -> None:
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:
-    """If bfloat16 holds the operands exactly, numbers cannot show that copies were used."""
+    """If bfloat16 represents the operands exactly, numbers cannot show that copies were used."""
     low = tuple(round_to(item.float(), E4M3) for item in sources())
     same = {"fp8": (low[0], low[1]), "copies": (low[0].bfloat16(), low[1].bfloat16())}
     assert looks_like((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
@@ -291,7 +291,7 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
 
 
 def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
-    """Sums of 14 bits and more are short sums; sums of 10 bits, a lost product and a wrong scale are not."""
+    """Sums of 14 bits and more are short sums; sums of 10 bits, a lost product and a wrong scale are errors."""
     a, b = (tensor.double() for tensor in fp8(*sources()))
     sums = ConformitySums(a, b, torch.float32)
     for bits, short in ((22, True), (14, True), (10, False)):
@@ -302,7 +302,7 @@ def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
 
 
 class _Summing:
-    """torch's codes of fp8, multiplied in sums of so many bits, or without the first product."""
+    """torch's fp8 codes multiplied with sums of `bits` bits, or without the first product."""
 
     def __init__(self, bits: int, forgets: bool) -> None:
         self._native = precisions.get("fp8").native(CPU).layer("conform")  # type: ignore[attr-defined]
@@ -329,7 +329,7 @@ class _Summing:
 def test_units_that_nobody_knows_may_sum_as_short_as_hoppers(
     device: DeviceFacts, bits: int, forgets: bool, kind: Difference
 ) -> None:
-    """So no speed is withheld on an L4 or B200. Hopper's units are known, and are held to their bits."""
+    """So that no speed is withheld on an L4 or B200. Hopper's units are known and must match."""
     precision = precisions.get("fp8")
     compared = _Compared(
         precision, lambda: _Summing(bits, forgets), lambda: precision.arithmetic(CPU).layer("conform"), device, 0

@@ -35,7 +35,6 @@ def test_it_comes_from_the_seed_alone(name: str) -> None:
 
 
 def test_student_t_has_the_tails_of_its_degrees() -> None:
-    """P(|t| > q) for three degrees of freedom; a Gaussian has none beyond 6."""
     x = made("student-t").abs()
     assert DEGREES == 3
     for q in (1.0, 3.0, 10.0):

@@ -53,7 +53,6 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
 
 
 def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
-    """As emulation keeps them. The bfloat16 of an fp16 case does not count as fp16."""
     x = made("gaussian", 64)
     assert has_format(x.bfloat16().float(), FORMATS["bf16"]) and has_format(x.half().double(), FORMATS["fp16"])
     assert not has_format(x.bfloat16(), FORMATS["fp16"])
@@ -86,7 +85,7 @@ def test_products_are_seen_and_nothing_else() -> None:
     x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     y = x @ weight
     assert seen(lambda: y.sum().backward()) == [(HIGH, HIGH)] * 2
-    for grad in (torch.no_grad, torch.inference_mode):  # where a layer arrives in one piece
+    for grad in (torch.no_grad, torch.inference_mode):  # for a layer in one piece
         with grad():
             layer = torch.nn.Linear(8, 8, dtype=LOW)
             assert seen(lambda: layer(torch.randn(2, 8, dtype=LOW)))[0] == (LOW, LOW)  # noqa: B023
@@ -114,7 +113,7 @@ def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None
     with ProductWatch(lambda operands: None) as watch:
         (torch.randn(8, 8) @ torch.randn(8, 8)).softmax(-1)
     assert not watch.attention
-    # Of kernels that a processor has not, by what torch calls its operators.
+    # Kernels that CPUs lack, by torch's operator names.
     kernels = {
         "_scaled_dot_product_cudnn_attention": "cudnn",
         "_scaled_dot_product_efficient_attention": "efficient",

@@ -15,7 +15,6 @@ def test_half_of_the_smallest_subnormal_becomes_zero_and_the_largest_stays() -> 
 
 
 def test_tensors_are_tallied_by_kind_and_role() -> None:
-    """Empty ones count for nothing."""
     tensors = [("mlp", "input", [1.0, -3.0]), ("mlp", "weight", [0.5]), ("mlp", "input", [2.0]), ("norm", "input", [])]
     found = statistics_of((kind, role, torch.tensor(values)) for kind, role, values in tensors)
     assert [(one.kind, one.role, one.count, one.amax) for one in found] == [

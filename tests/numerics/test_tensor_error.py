@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
         for left in range(0, 12, 8):
             place = slice(top, min(top + 3, 10)), slice(left, min(left + 8, 12))
             factors.raise_to_peaks(peaks, x[place], place)
-    wanted = [[float(x[r : r + 4, c : c + 4].max()) for c in range(0, 12, 4)] for r in range(0, 10, 4)]
-    assert peaks.tolist() == wanted
+    wanted = [float(x[row : row + 4, column : column + 4].max()) for row, column in product((0, 4, 8), repeat=2)]
+    assert peaks.flatten().tolist() == wanted
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
@@ -112,7 +113,7 @@ def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, An
     ]
     rows = list(zip(x, y, strict=True))
     cuts = range(BLOCK, x.shape[1], BLOCK)
-    blocks = [pair for a, b in rows for pair in zip(np.split(a, cuts), np.split(b, cuts), strict=True)]
+    blocks = list(chain.from_iterable(zip(np.split(a, cuts), np.split(b, cuts), strict=True) for a, b in rows))
     nonzero = np.abs(x[x != 0])
     return {
         "sqnr_db": decibels(x, y),
@@ -164,15 +165,10 @@ def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPa
         y = scaled(x, E2M1, wide)
         result = tensor_error(x, y, E2M1, Factors(steps, rows, columns))
         check(result, by_definition(x.double().numpy(), y.double().numpy(), E2M1, wide.double().numpy()))
-        peaks = [
-            float(
-                (x / wide)[slice(i * rows, (i + 1) * rows or None), slice(j * columns, (j + 1) * columns or None)]
-                .abs()
-                .max()
-            )
-            for i in range(shape[0])
-            for j in range(shape[1])
-        ]
+        peaks = []
+        for i, j in np.ndindex(*shape):
+            block = slice(i * rows, (i + 1) * rows or None), slice(j * columns, (j + 1) * columns or None)
+            peaks.append(float((x / wide)[block].abs().max()))
         assert result.utilisation == pytest.approx(sorted(peaks)[(len(peaks) - 1) // 2] / 6, rel=1e-6)
 
 
@@ -275,22 +271,24 @@ def test_every_figure_has_its_name_and_unit() -> None:
 def test_the_page_has_every_figure_with_its_unit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     page = page.partition("## Figures of numerical error")[2].partition("## Of a GEMM")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
-    assert {name: unit for names, unit in rows for name in re.findall("`([^`]+)`", names)} == UNITS
+    units = {}
+    for names, unit in re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", page, re.MULTILINE):
+        units.update(dict.fromkeys(re.findall("`([^`]+)`", names), unit.strip()))
+    assert units == UNITS
 
 
 @pytest.mark.parametrize(
     ("scales", "amaxes", "drift", "lag", "most"),
     [
-        # A current scale uses the format to its largest value at each step, and drifts as the data do.
+        # A current scale uses the whole format at each step, and changes with the data.
         ((448.0, 112.0, 224.0, 224.0), (1.0, 4.0, 2.0, 2.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0, 0.0), (2.0, 0.0)),
-        # One of the step before: twice too large is an octave of overflow, a quarter two octaves that lie idle.
+        # A scale of the previous step: data twice as large overflow by an octave, a quarter leaves two octaves unused.
         ((448.0, 448.0, 224.0), (1.0, 2.0, 0.5), (0.0, 1.0), (0.0, 1.0, -2.0), (1.0, 1.0)),
-        # What never overflows has a negative lag: a margin of an octave.
+        # If it never overflows the lag is negative: a margin of an octave.
         ((224.0, 224.0), (1.0, 0.5), (0.0,), (-1.0, -2.0), (0.0, -1.0)),
-        # What has no logarithm is left out: an amax of 0, and scales that are none.
+        # Values without a logarithm are left out: an amax of 0, and invalid scales.
         ((1.0, 0.0, math.inf, 1.0), (0.0, 1.0, 1.0, 448.0), (), (0.0,), (0.0, 0.0)),
-        # One step has no drift, and none no lag.
+        # One step has no drift, and none has no lag.
         ((2.0,), (448.0,), (), (1.0,), (0.0, 1.0)),
         ((), (), (), (), (0.0, 0.0)),
     ],
@@ -319,7 +317,7 @@ def test_drift_and_lag_of_scales(
         ([], [], 0.0),
     ],
 )
-def test_by_hand(value: list[float], reference: list[float], error: float) -> None:
+def test_relative_errors_equal_a_count_by_hand(value: list[float], reference: list[float], error: float) -> None:
     result = relative_frobenius(torch.tensor(value), torch.tensor(reference))
     assert result == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
     if len(value) == 1:

@@ -29,8 +29,7 @@ def test_every_group_that_measures_something_is_a_cell() -> None:
     assert cells_of(replace(plan, groups=(skipped, *plan.groups[1:]))) == cells[1:]
 
 
-def test_a_cell_says_what_device_it_is_for() -> None:
-    """So that it can be sent there; a machine measures it whatever that says."""
+def test_a_cell_names_its_device() -> None:
     plan = planned("cpu", "cuda")
     cells = cells_of(plan, (CPU, H200))
     assert {(cell.kind, cell.gpus) for cell in cells} == {("cpu", 0), ("h200", 1)}

@@ -29,7 +29,7 @@ TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for num
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A text of the user's."""
+    """A user's text."""
     path = tmp_path / "given.txt"
     path.write_bytes(TEXT)
     return path
@@ -41,7 +41,6 @@ def tokens(made: Corpus) -> np.ndarray:
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path, odd: int) -> None:
-    """Whatever the length: 16-bit tokens in the machine's order, as np.memmap reads them."""
     text.write_bytes(TEXT[: len(TEXT) - odd] + bytes([255]))
     made = prepare_corpus(str(text), tmp_path / "data")
     assert made.num_tokens == len(TEXT) - odd + 1
@@ -50,7 +49,6 @@ def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path,
 
 
 def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) -> None:
-    """Real text that is found on the machine, nothing downloaded."""
     first, second = prepare_corpus(None, tmp_path / "a"), prepare_corpus(None, tmp_path / "b")
     assert first.identity == second.identity
     assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
@@ -59,7 +57,7 @@ def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) 
 
 
 def test_the_hash_of_the_text_is_part_of_every_case(tmp_path: Path, text: Path) -> None:
-    """Another text is another case: history must not join them."""
+    """A different text makes a different case, which history must not join."""
     identities = []
     for content in (TEXT, TEXT + b"!"):
         text.write_bytes(content)
@@ -71,7 +69,6 @@ def test_the_hash_of_the_text_is_part_of_every_case(tmp_path: Path, text: Path) 
 
 
 def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:
-    """The second run maps what the first has made."""
     first = prepare_corpus(str(text), tmp_path / "data")
     before = Path(first.path).stat()
     second = prepare_corpus(str(text), tmp_path / "data")
@@ -81,14 +78,13 @@ def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:
 
 
 def test_a_token_file_of_the_wrong_length_is_made_again(tmp_path: Path, text: Path) -> None:
-    """A machine that lost power while writing must not poison later runs."""
+    """A power failure while writing must not spoil later runs."""
     first = prepare_corpus(str(text), tmp_path / "data")
     Path(first.path).write_bytes(b"short")
     assert tokens(prepare_corpus(str(text), tmp_path / "data")).tolist() == list(TEXT)
 
 
 def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The identity is that of what is used."""
     monkeypatch.setattr(corpus, "MOST_BYTES", LEAST_BYTES + 100)
     made = prepare_corpus(str(text), tmp_path / "data")
     assert made.num_tokens == LEAST_BYTES + 100
@@ -101,7 +97,6 @@ def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.Monk
     ids=["empty", "tiny", "binary", "missing"],
 )
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
-    """With a sentence that says what to give instead."""
     path = tmp_path / "given"
     if content is not None:
         path.write_bytes(content)
@@ -121,7 +116,6 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | N
     ids=["random bytes", "random high bytes", "compressed"],
 )
 def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
-    """Also without a zero byte among them."""
     path = tmp_path / "given"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"--data .* is not text: .*{words}.*Give a text file"):
@@ -138,8 +132,6 @@ def test_a_folder_that_cannot_be_made_is_a_store_error(tmp_path: Path, text: Pat
 def test_a_store_that_begins_with_a_text_is_ignored_by_git_too(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text is the first thing that a run of a suite that reads one writes."""
-
     def none(settings: Settings) -> LocalWorker:
         raise WorkerError("none is needed")
 
@@ -151,7 +143,6 @@ def test_a_store_that_begins_with_a_text_is_ignored_by_git_too(
 
 
 def test_two_processes_may_make_it_at_once(tmp_path: Path, text: Path) -> None:
-    """Both end well, and what is left is one whole file."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom fp8bench.plan.corpus import prepare_corpus\n"
         "for turn in range(40):\n"

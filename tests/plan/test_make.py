@@ -21,6 +21,7 @@ from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
+from tests.plans import cases_of
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
@@ -29,7 +30,7 @@ ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
 def plan(
     facts: DeviceFacts, suite: str = "gemm", corpus: str | None = None, compares: bool = False, **request: object
 ) -> Plan:
-    """Of what was named and nothing else, unless precisions are to be compared."""
+    """Plans only what was named, unless precisions are to be compared."""
     return make_plan(Request(suite, **request), (facts,), corpus, compares)  # type: ignore[arg-type]
 
 
@@ -47,18 +48,19 @@ def reference(group: Group) -> str:
 
 
 def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_the_reason() -> None:
-    """In every precision: nothing of torch's would run on it, however it is counted."""
     old = replace(H200, unusable="this torch has no kernels for sm_90")
     made = make_plan(Request("gemm", ("fp32", "fp8"), axes=(("shape", ("64",)),)), (CPU, old))
-    cases = [planned for group in made for planned in group.cases]
+    cases = cases_of(made)
     assert {planned.case.device for planned in cases} == {"cuda:0"}
     assert {(planned.support.level, planned.skip) for planned in cases} == {(Level.REFUSED, old.unusable)}
 
 
 @pytest.mark.parametrize("facts", [CPU, V100, A100, H200, B200, MI300X], ids=lambda facts: facts.name)
 def test_every_precision_is_a_case_on_every_device(facts: DeviceFacts) -> None:
-    """What a device refuses is a case with the reason, never a missing row; all else runs. tests/precisions has what
-    each device makes of each precision."""
+    """A refused case has a row with the reason.
+
+    The rest runs. tests/precisions checks each precision on each device.
+    """
     group = one_group(facts, *ALL)
     cases = by_mode(group)
     supports = {name: replace(cases[name].support, backend="") for name in ALL}
@@ -73,7 +75,7 @@ def test_every_precision_is_a_case_on_every_device(facts: DeviceFacts) -> None:
     ("facts", "size", "batch", "sequence"), [(CPU, "nano", 2, 96), (H200, "gpt2-124m", 8, 1024)], ids=["cpu", "gpu"]
 )
 def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, sequence: int) -> None:
-    """On a processor the same suite must end within seconds."""
+    """On a CPU the same suite must end within seconds."""
     (group,) = plan(facts, "transformer", dtypes=("fp32", "bf16"))
     case = group.cases[0].case
     assert dict(case.params) == {
@@ -103,14 +105,12 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
 def test_the_first_gpu_is_the_default_device(
     known: tuple[DeviceFacts, ...], asked: tuple[str, ...], chosen: list[str]
 ) -> None:
-    """Devices asked for come in that order, each once."""
     made = make_plan(Request("gemm", devices=asked, axes=(("shape", ("64",)),)), known)
-    assert list(dict.fromkeys(planned.case.device for group in made for planned in group.cases)) == chosen
+    assert list(dict.fromkeys(planned.case.device for planned in cases_of(made))) == chosen
     assert len(made.groups) == len(chosen)
 
 
 def test_the_reference_is_the_highest_precision_asked_for() -> None:
-    """Whatever the order on the command line; the others keep that order."""
     for first, name in enumerate(ALL):
         asked = (*ALL[:first:-1], name)
         group = one_group(H200, *asked)
@@ -119,7 +119,6 @@ def test_the_reference_is_the_highest_precision_asked_for() -> None:
 
 
 def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
-    """Twice the same precision is once; an alias is its name."""
     assert [case.case.mode for case in one_group(H200).cases] == ["fp32", "bf16", "fp8"]
     assert [case.case.mode for case in one_group(H200, "fp4", "fp32", "nvfp4", "fp32").cases] == ["fp32", "nvfp4"]
 
@@ -137,14 +136,12 @@ def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
 def test_a_refused_reference_is_replaced_by_the_highest_native_precision(
     facts: DeviceFacts, dtypes: tuple[str, ...], asked: str | None, instead: str
 ) -> None:
-    """An emulated one only if nothing is native; the refused case keeps its row either way."""
     group = one_group(facts, *dtypes, reference=asked)
     assert reference(group) == instead
     assert group.cases[0].skip
 
 
 def test_axes_multiply_in_the_order_given() -> None:
-    """Each value once, cases apart in every one."""
     axes = (("operands", ("ready", "cast")), ("shape", ("32", "64x32x16", "32x32x32")))
     made = plan(CPU, axes=axes, dtypes=("fp32",))
     settings = [(group.cases[0].case.param("m"), group.cases[0].case.param("operands")) for group in made]
@@ -156,7 +153,6 @@ def test_axes_multiply_in_the_order_given() -> None:
     ("shape", "fits"), [("64x64x64", True), ("7x64x64", True), ("64x64x72", False), ("64x24x64", False)]
 )
 def test_native_products_need_their_multiples(shape: str, fits: bool) -> None:
-    """Rows are free; the reason names the sides and what to do. Nobody else of the group minds, nor does a CPU."""
     assert all(case.runs for case in one_group(CPU, "fp32", "fp8", shape=shape).cases)
     cases = by_mode(one_group(H200, "fp32", "bf16", "fp8", "mxfp8", shape=shape))
     assert [name for name, case in cases.items() if case.runs] == [name for name in cases if fits or name != "fp8"]
@@ -167,7 +163,6 @@ def test_native_products_need_their_multiples(shape: str, fits: bool) -> None:
 
 
 def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
-    """A case is as native as its least native layer."""
     (group,) = plan(H200, "transformer", dtypes=("bf16", "fp8", "fp32"), precision_map=(("mlp", "mxfp8"),))
     cases = by_mode(group)
     assert list(cases) == ["fp32", "bf16{mlp=mxfp8}", "fp8{mlp=mxfp8}"]
@@ -177,7 +172,6 @@ def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
 
 
 def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_names() -> None:
-    """The case keeps it as it was given, modes with options by their one word."""
     given = (("attn", "fp8"), ("blocks.1", "bf16"), ("blocks.1.mlp.up", "mxfp8"))
     (group,) = plan(CPU, "transformer", dtypes=("fp32", "fp16"), precision_map=given)
     assert [planned.case.precision_map for planned in group.cases] == [(), given]
@@ -185,7 +179,6 @@ def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_n
 
 
 def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
-    """Another size of the run has it; what neither has is a typing error."""
     given = {"dtypes": ("bf16", "fp8"), "axes": (("size", ("nano", "gpt2-124m")),)}
     nano, large = plan(CPU, "transformer", precision_map=(("blocks.7", "bf16"),), **given).groups
     kinds = "attn and mlp and head and embed and residual and logits and norm"
@@ -196,7 +189,7 @@ def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
 
 
 def test_a_map_is_held_against_the_layers_of_the_device_at_hand() -> None:
-    """A GPU's default model has more blocks; before a device is known, either class's layers will do."""
+    """A GPU's default model has more blocks; before the device is known, either model's layers are accepted."""
     asked = Request("transformer", ("bf16", "fp8"), precision_map=(("blocks.7", "bf16"),))
     check_names(asked)
     assert all(one.runs for one in make_plan(asked, (H200,)).groups[0].cases)
@@ -205,7 +198,6 @@ def test_a_map_is_held_against_the_layers_of_the_device_at_hand() -> None:
 
 
 def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
-    """What none of them has is refused."""
     given = (("mlp", "bf16"), ("up", "bf16"))
     groups = plan(CPU, "mlp,transformer", dtypes=("fp32", "fp8"), precision_map=given).groups
     maps = {group.cases[1].case.workload: group.cases[1].case.precision_map for group in groups}
@@ -213,7 +205,7 @@ def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
 
 
 def test_a_precision_map_without_effect_is_refused() -> None:
-    """The reference stays pure, so there is nothing to map."""
+    """The reference is never mapped, so nothing would change."""
     for request in ({"dtypes": ("bf16",)}, {"dtypes": ("fp8",), "reference": "fp8"}):
         with pytest.raises(UsageError, match=r"have no effect: \w+ is the reference"):
             plan(CPU, "transformer", precision_map=(("mlp", "fp16"),), **request)
@@ -239,7 +231,6 @@ def test_a_precision_map_without_effect_is_refused() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | None) -> None:
-    """And with all that are known; of the names of layers some stand for all."""
     with pytest.raises(UnknownName) as raised:
         make_plan(request_, (CPU,))
     assert raised.value.nearest == nearest
@@ -262,14 +253,13 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
     ],
 )
 def test_names_are_checked_before_any_device_is_known(request_: Request, sentence: str) -> None:
-    """So that nothing slow is started for a typing error."""
     with pytest.raises(UsageError, match=sentence):
         check_names(request_)
     check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
 
 
 def test_too_many_combinations_are_refused_at_once() -> None:
-    """With their number; expanding them would take memory before it took time."""
+    """With their number; expanding them would exhaust memory."""
     sides = tuple(str(side) for side in range(1, 201))
     axes = (("shape", sides), ("tokens", sides))
     with pytest.raises(UsageError, match=f"40000 combinations; the most is {MOST_CASES}"):
@@ -277,16 +267,14 @@ def test_too_many_combinations_are_refused_at_once() -> None:
 
 
 def test_case_ids_are_unique_and_readable() -> None:
-    """Over models, devices and precision maps."""
     request = Request("gemm", dtypes=ALL, devices=("cpu", "cuda"), axes=(("shape", ("gpt2", "llama3-8b", "64")),))
-    ids = [planned.case.id for group in make_plan(request, (CPU, H200)) for planned in group.cases]
+    ids = [planned.case.id for planned in cases_of(make_plan(request, (CPU, H200)))]
     assert len(ids) == len(set(ids)) == 2 * (4 * 3 + 4 * 3 + 1) * len(ALL)
     assert "gemm[m=64,n=64,k=64,product=forward,operands=cast]@cuda:0/mxfp8" in ids
     assert all(name.isprintable() and " " not in name for name in ids)
 
 
 def test_the_text_s_identity_is_part_of_the_case() -> None:
-    """Only where the suite reads one; else --data is said to have no effect."""
     made = plan(CPU, "transformer", corpus="tiny-1234", data="x.txt")
     assert made.groups[0].cases[0].case.param("data") == "tiny-1234" and made.notes == ()
     other = plan(CPU, "gemm", corpus="tiny-1234", data="x.txt")
@@ -295,7 +283,6 @@ def test_the_text_s_identity_is_part_of_the_case() -> None:
 
 
 def test_a_backend_that_no_precision_takes_is_told() -> None:
-    """Where one takes it nothing is said."""
     notes = [make_plan(Request("gemm", dtypes=dtypes, backend="te"), (CPU,)).notes for dtypes in (("bf16",), ("fp8",))]
     assert notes[0] == ("--backend te has no effect: it is for low precisions, and these are bf16",)
     assert not any("--backend" in note for note in notes[1])
@@ -304,7 +291,6 @@ def test_a_backend_that_no_precision_takes_is_told() -> None:
 @for_each("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
 @for_each("suite", ["gemm", "transformer"])
 def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suite: str) -> None:
-    """The same twice, whatever was planned between, and untouched by what it does not depend on."""
     first = plan(facts, suite, dtypes=ALL)
     plan(A100, "gemm", dtypes=("bf16",))
     assert plan(facts, suite, dtypes=ALL) == first
@@ -314,7 +300,7 @@ def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suit
 
 @for_each(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
 def test_a_map_cannot_mix_the_switch_of_tf32(dtypes: tuple[str, ...], layers: str) -> None:
-    """It is one switch for the process: a mapped layer would run under the case's, with the wrong name on it."""
+    """tf32 is a process-wide switch: a mapped layer would run with the case's setting under a wrong name."""
     asked = Request("transformer", dtypes, reference=dtypes[0], precision_map=(("mlp", layers),))
     with pytest.raises(UsageError, match="TF32 is one switch"):
         check_names(asked)
@@ -332,7 +318,7 @@ SOUND = {"params": (("n", 1),), "work": Work(1.0, 2), "support": Support(Level.N
 
 
 class Answering(Workload):
-    """A suite of somebody's own that answers whatever it is told to."""
+    """A user's suite that returns scripted answers."""
 
     name = "answering"
     summary = "answers"
@@ -393,7 +379,6 @@ GARBAGE = {
 
 @for_each("name", GARBAGE)
 def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answering: type[Answering]) -> None:
-    """In one sentence that names suite and answer, from names already where no device is needed to tell."""
     wrong, sentence = GARBAGE[name]
     answering.answers = {**SOUND, **wrong}
     asked = Request("answering", ("fp32",))
@@ -406,7 +391,6 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
 
 
 def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
-    """All four kinds of values, and whole numbers where floats are meant."""
     answering.answers = {**SOUND, "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)), "work": Work(3, 4)}
     made = make_plan(Request("answering", ("fp32",)), (CPU,))
     assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
@@ -429,15 +413,15 @@ ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing nat
     ids=["one native", "a named reference", "one precision", "none native", "two native", "the grid", "numbers only"],
 )
 def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: list[str]) -> None:
-    """As the reference, and it is said; not where somebody chose otherwise, or it would help nothing."""
     plan = make_plan(request_, (CPU,))
-    assert {tuple(planned.case.precision for planned in group.cases) for group in plan} == {tuple(modes)}
+    for group in plan:
+        assert [planned.case.precision for planned in group.cases] == list(modes)
     added = modes[0] == "fp32"
     assert [note.startswith(ADDED) for note in plan.notes] == [True] * added
     assert all(group.reference == 0 for group in plan) or not added
     alone = make_plan(request_, (CPU,), compares=False)
-    assert "fp32" not in [planned.case.precision for group in alone for planned in group.cases]
-    for made in (plan, alone):  # a run from before anything was added goes on with the plan that it has
+    assert "fp32" not in [planned.case.precision for planned in cases_of(alone)]
+    for made in (plan, alone):  # a run from before this feature continues with its stored plan
         assert make_plan(request_, (CPU,), compares=has_reference_added(made)) == made
 
 

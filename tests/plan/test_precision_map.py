@@ -16,6 +16,7 @@ from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, 
 from fp8bench.registry import workloads
 from tests.counts import for_each
 from tests.facts import CPU
+from tests.plans import cases_of
 
 UP = Layer("blocks.1.mlp.up", "mlp")
 SMALL: Params = (("size", "nano"),)
@@ -36,20 +37,19 @@ SMALL: Params = (("size", "nano"),)
     ],
 )
 def test_the_longest_name_wins_over_the_kind(keys: tuple[str, ...], wanted: str | None) -> None:
-    """Front parts end where a word does; what comes first in the map does not matter."""
     assert key_of(UP, keys) == wanted
     assert key_of(UP, keys[::-1]) == wanted
 
 
 def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
-    """And each of them is obeyed by some layer, where it stands alone."""
     layers = layers_of_all(workloads.get("transformer"), [SMALL])
     keys = list(keys_of(layers))
     assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
-    # The head is the output, too; embedding (embed), residual, logits and norms have their names and kinds alone.
+    # The head is also called output; embedding (embed), residual, logits and norms have only their names and kinds.
     assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4) + 1 + 2 + 1 + 1 + 1 + 2 * 2
     assert key_of(Layer("blocks.0.norm_attn", "norm", product=False), ("blocks.0", "blocks")) is None
-    assert all(any(key_of(layer, (key,)) for layer in layers) for key in keys)
+    for key in keys:
+        assert any(key_of(layer, (key,)) for layer in layers), key
 
 
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1", "10"]), min_size=1, max_size=4).map(".".join)
@@ -57,7 +57,6 @@ WORDS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1", "10"]), min_size=1, 
 
 @given(WORDS, st.sets(WORDS, max_size=6))
 def test_a_key_fits_by_whole_words(name: str, keys: set[str]) -> None:
-    """Against the definition by lists of words."""
     parts = name.split(".")
     fitting = [key for key in keys if key.split(".") == parts[: len(key.split("."))]]
     longest = max(fitting, key=lambda key: len(key.split(".")), default="kind" if "kind" in keys else None)
@@ -81,7 +80,6 @@ class Named(Arithmetic):
 
 
 def test_each_layer_gets_an_arithmetic_of_its_own() -> None:
-    """The case's, the one that its key has, or the high one where it stays high; made for that layer."""
     case = Case("transformer", SMALL, "fp8", "cpu")
     setup = Setup(case, CPU, 0, Named("own"), Named("high"), {"attn": Named("kind"), "blocks.1": Named("block")})
     choose = workloads.get("transformer").arithmetics(setup)
@@ -106,7 +104,6 @@ def static_plan(suite: str, *dtypes: str, **request: object) -> Plan:
 
 
 def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
-    """They tell the case from others of its precision; the rest stays what it is, with a word on it."""
     plan = static_plan("transformer", "bf16", "fp8", "mxfp8", "fp8-delayed", refresh_scales=100, saturation_bound=0.1)
     modes = [planned.case.mode for planned in plan.groups[0].cases]
     rule = "static=8:refresh=100:bound=0.001"
@@ -119,7 +116,6 @@ def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
 
 
 def test_one_layer_with_such_scales_is_enough() -> None:
-    """Of a map, or of the precision where a map leaves some layer to it."""
     plan = static_plan("mlp", "fp32", "bf16", precision_map=(("up", "fp8"),))
     assert [one.case.mode for one in plan.groups[0].cases] == ["fp32", "bf16{up=fp8}+static=8"]
     with pytest.raises(UsageError, match="have no effect"):
@@ -127,16 +123,14 @@ def test_one_layer_with_such_scales_is_enough() -> None:
 
 
 def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
-    """Alone they are refused: nothing would change."""
     plan = static_plan("mlp,gemm", "fp32", "fp8")
     assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers to find scales for",)
-    assert {one.case.workload for group in plan for one in group.cases if one.case.static} == {"mlp"}
+    assert {planned.case.workload for planned in cases_of(plan) if planned.case.static} == {"mlp"}
     with pytest.raises(UsageError, match=r"Add a dtype that has \(.*fp8.*\), or leave it out"):
         static_plan("gemm", "fp8")
 
 
 def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
-    """Those that stay as they are found can."""
     compiled = (("compile", ("yes",)),)
     for request, skipped in (({}, False), ({"refresh_scales": 5}, True), ({"saturation_bound": 1.0}, True)):
         case = static_plan("transformer", "fp32", "fp8", axes=compiled, **request).groups[0].cases[1]
@@ -145,6 +139,5 @@ def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
 
 @for_each("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
 def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
-    """Said before any device is asked for."""
     with pytest.raises(UsageError, match=r"Add --static-scales N, or leave --(refresh-scales|saturation-bound) out"):
         check_names(Request("mlp", **options))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A quiet axis: its default is no parameter of a case, so that cases from before there was the axis are still those."""
+"""Quiet axes: the default is not a parameter of a case, so that cases from before the axis existed keep their ids."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.points import cell_of
 from fp8bench.store.series import cells_of, parameters, series_of
 from tests.facts import CPU, H200
+from tests.plans import cases_of
 from tests.runs import run_of
 
 WAY = Axis("way", "there, or back again", ("there",), one_of("there", "back"), quiet=True)
@@ -46,7 +47,7 @@ class Before(Workload):
 
 
 class After(Before):
-    """A quiet axis has come to it."""
+    """The workload after a quiet axis was added."""
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (*super().axes(facts), WAY)
@@ -64,7 +65,7 @@ class Following(After):
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Workload]], None]:
-    """Registers one of them, in the place of another."""
+    """Registers one of these workloads in place of the other."""
     workloads.names()
     monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
 
@@ -77,12 +78,11 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Workload]], None]:
 
 def cases(*way: str, facts: DeviceFacts = CPU, **words: Any) -> list[Case]:
     request = Request("quiet", axes=(("way", way),) if way else (), **words)
-    return [planned.case for group in make_plan(request, (facts,)) for planned in group.cases]
+    return [planned.case for planned in cases_of(make_plan(request, (facts,)))]
 
 
 @pytest.mark.parametrize("facts", [CPU, H200], ids=lambda facts: facts.key)
 def test_cases_keep_their_names(suite: Callable[[type[Workload]], None], facts: DeviceFacts) -> None:
-    """Whether the default is named or not; another value has a name of its own, and both may be asked for."""
     suite(Before)
     before = cases(facts=facts)
     suite(After)
@@ -98,7 +98,6 @@ def test_its_value_is_known_where_it_is_left_out() -> None:
 
 
 def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload]], None]) -> None:
-    """The suite is asked for its cases with every axis; each way has a search of its own."""
     suite(After)
     plan = make_plan(Request("quiet", axes=(("way", ("there", "back")),), memory_limit=1 << 20), (CPU,))
     for group, more in zip(plan, ("", ",way=back"), strict=True):
@@ -108,7 +107,6 @@ def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload
 
 
 def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
-    """Its cells and series are those from before; another value is in no series, unless the grid names it."""
     suite(Before)
     before = series_of(Before(), None), cells_of(Before(), CPU, None)
     suite(After)
@@ -122,7 +120,6 @@ def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
 
 
 def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], None]) -> None:
-    """Its plan, as it was stored, is the one that is made now."""
     suite(Before)
     request = Request("quiet")
     stored = decode(type(make_plan(request, (CPU,))), encode(make_plan(request, (CPU,))))
@@ -143,7 +140,6 @@ KNOWN = replace(CPU, cache_bytes=32 << 20, cache_shared=2)
 
 
 def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]], None]) -> None:
-    """Which no suite is asked about; it is in no series, and its batch may be looked for."""
     suite(Strict)
     request = Request("quiet", axes=(("cache", ("hot", "cold", "rotating")),), memory_limit=1 << 20)
     plan = make_plan(request, (KNOWN,))
@@ -152,7 +148,7 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
         "quiet[rows=8,cache=cold]@cpu",
         "quiet[rows=8,cache=rotating]@cpu",
     ]
-    assert all(planned.runs for group in plan for planned in group.cases)
+    assert all(planned.runs for planned in cases_of(plan))
     cold = plan.groups[1].cases[0]
     other = with_batch(cold, 16, KNOWN)
     assert other is not None and other.case.setting == "quiet[rows=16,cache=cold]@cpu"
@@ -161,7 +157,6 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
 
 
 def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[Workload]], None]) -> None:
-    """The row says so."""
     suite(Before)
     hot, cold = make_plan(Request("quiet", axes=(("cache", ("hot", "cold")),)), (CPU,))
     assert all(planned.runs for planned in hot.cases)

@@ -29,7 +29,7 @@ SUITE = adding_up("sums", 0, 1, 2, 3)
 
 
 class Watching(SilentObserver):
-    """Remembers which places were worked on; interrupts before one of them if told to."""
+    """Records the visited places; optionally interrupts before one of them."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.worked: list[int] = []
@@ -48,7 +48,7 @@ class Watching(SilentObserver):
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its file. Whoever commits to this repository meanwhile changes the commit that a resumption is held against."""
+    """The suite's file. Commits to this repository during a test would change the commit that resumption checks."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "sums_suite.py"
     path.write_text(SUITE)
@@ -66,7 +66,6 @@ def cut_off(suite: str, store: Path, stop_at: int | None = 2) -> Run:
 
 
 def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
-    """And what was there stays byte by byte."""
     first = cut_off(suite, tmp_path)
     path = Path(first.path)
     before = path.read_bytes()
@@ -81,7 +80,6 @@ def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_lacks_its_end_alone_gets_it(suite: str, tmp_path: Path) -> None:
-    """It was killed between its last group and the end line."""
     path = Path(cut_off(suite, tmp_path, stop_at=None).path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
@@ -92,11 +90,10 @@ def test_a_run_that_lacks_its_end_alone_gets_it(suite: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cut", [1, 30, 300])
 def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_path: Path, cut: int) -> None:
-    """Its torn line stays alone on its line, and no record of the old sitting is left beside the new ones."""
     first = cut_off(suite, tmp_path)
     path = Path(first.path)
     lines = path.read_bytes().splitlines(keepends=True)
-    # Header, two groups of two records, the end: keep the third record whole and a part of the fourth.
+    # Header, two groups of two records, the end: keep the third record and a part of the fourth.
     path.write_bytes(b"".join(lines[:4]) + lines[4][:cut])
     watching = Watching()
     _, run = pipeline.resume(path, tmp_path, watching, "again")
@@ -107,7 +104,6 @@ def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_p
 
 
 def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
-    """Any number of times."""
     path = Path(cut_off(suite, tmp_path, stop_at=1).path)
     _, run = pipeline.resume(path, tmp_path, Watching(stop_at=3), "second")
     assert not run.finished and len(run.records) == 6
@@ -116,7 +112,6 @@ def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
 
 
 def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
-    """The one that holds the file's lock goes on; the other is told."""
     path = Path(cut_off(suite, tmp_path).path)
     before = path.read_bytes()
     with path.open() as other:
@@ -127,7 +122,6 @@ def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
 
 
 def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
-    """In its file, so that whoever reads it later knows."""
     other = Path(cut_off(suite, tmp_path).path)
     with other.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -139,7 +133,6 @@ def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full from the second group on: the run comes back with all that was measured."""
     append, appended = RunWriter.append, []
 
     def full(self: RunWriter, records: list[Record]) -> None:
@@ -162,8 +155,6 @@ def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypa
 
 
 def test_the_header_comes_with_the_file(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it is written, a run leaves nothing that looks like a run."""
-
     def killed(self: RunWriter, values: object) -> None:
         raise SystemExit
 
@@ -199,7 +190,7 @@ def a_run(**changes: object) -> Run:
     return Run("abcd", "then", "a test", Request("gemm"), planned(), environment, (FACTS,))
 
 
-def test_the_same_place_is_no_foreign_one() -> None:
+def test_changed_load_and_memory_do_not_forbid_resuming() -> None:
     """Load and free memory may have changed."""
     facts = replace(FACTS, memory_bytes=1 << 31)
     assert not foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
@@ -221,7 +212,6 @@ def test_the_same_place_is_no_foreign_one() -> None:
     ],
 )
 def test_another_machine_or_software_is_refused(name: str, called: str, now: str | int) -> None:
-    """It says what was and what is."""
     with pytest.raises(UsageError, match=rf"cannot be resumed here: {called} was .* and is {now}.*start a new run"):
         refuse_foreign(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
 
@@ -238,13 +228,12 @@ def test_another_machine_or_software_is_refused(name: str, called: str, now: str
     ids=["device", "no device", "case gone", "case more", "version"],
 )
 def test_another_device_or_plan_is_refused(facts: tuple[DeviceFacts, ...], plan: Plan, words: str) -> None:
-    """Halves of two different things are no run."""
+    """Halves of two different things are not a run."""
     with pytest.raises(UsageError, match=words):
         refuse_foreign(a_run(), plan, facts, Environment(dict(SAME)))
 
 
 def test_a_run_without_its_header_is_not_resumed(suite: str, tmp_path: Path) -> None:
-    """Nobody knows what is missing; it can be shown."""
     path = Path(cut_off(suite, tmp_path).path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"{broken\n" + b"".join(lines[1:]))
@@ -255,7 +244,7 @@ def test_a_run_without_its_header_is_not_resumed(suite: str, tmp_path: Path) -> 
 
 
 def test_a_finished_run_without_its_header_is_not_called_complete(suite: str, tmp_path: Path) -> None:
-    """Its plan is made of the records that are left, so that nothing would seem to be missing."""
+    """Its plan comes from the remaining records, so that nothing would seem to be missing."""
     path = Path(cut_off(suite, tmp_path, stop_at=None).path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[1:3], *lines[-1:]]))
@@ -267,7 +256,7 @@ def test_a_finished_run_without_its_header_is_not_called_complete(suite: str, tm
 
 
 def test_code_that_changed_is_not_resumed(suite: str, tmp_path: Path) -> None:
-    """One comment more is other code: nobody can say whether it matters."""
+    """Even an added comment changes the code's hash, as its effect is unknown."""
     path = Path(cut_off(suite, tmp_path).path)
     Path(suite).write_text(SUITE + "# changed\n")
     with pytest.raises(UsageError, match=r"the code of --import was [0-9a-f]{64} and is [0-9a-f]{64}"):
@@ -277,7 +266,6 @@ def test_code_that_changed_is_not_resumed(suite: str, tmp_path: Path) -> None:
 
 
 def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path means the folder where one resumes; where it is not there, the sentence says where to go."""
     monkeypatch.chdir(tmp_path)
     run = pipeline.execute(request_for("sums_suite.py"), tmp_path, Watching(2), "the first half")
     for folder in ("empty", "copy"):
@@ -294,7 +282,7 @@ def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, mo
 def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A live model's folder goes with its run, and anybody can make one of its name where all may make folders."""
+    """A live model's folder moves with its run, and in a shared folder any user can create one of that name."""
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
     (own := shared / "fp8bench-model-1").mkdir()

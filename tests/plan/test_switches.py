@@ -1,4 +1,5 @@
-"""What a run does unasked, and the variable that switches it off: quantisers, ceilings, tapes, warming up."""
+"""What a run does unasked, and the variable that switches it off: quantisers, ceilings, tapes, warming up, a
+second worker."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.model.raw import QUANTISERS_VARIABLE as QUANTISERS
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as CEILINGS
+from fp8bench.plan.resolve import SECOND_VARIABLE as SECOND
 from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
 from fp8bench.plan.resolve import WARM_UP_VARIABLE as WARM_UP
 from fp8bench.plan.resolve import switches_of
@@ -43,9 +45,11 @@ EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
         ("warm_up_seconds", {"quick": True}, {}, 5.0),
         ("warm_up_seconds", {"budgeted": True}, {}, 5.0),
         ("warm_up_seconds", {"budgeted": True}, {WARM_UP: "off"}, 0.0),
+        ("second", {}, {}, True),
+        ("second", {}, {SECOND: "off"}, False),
     ],
 )
-def test_all_is_done_unless_somebody_asked_for_less(
+def test_every_extra_runs_unless_switched_off(
     switch: str, asked: dict[str, bool], environ: dict[str, str], answer: Any
 ) -> None:
     assert getattr(switches_of(environ, **asked), switch) == answer
@@ -58,8 +62,9 @@ def test_all_is_done_unless_somebody_asked_for_less(
         (CEILINGS, "off", "no"),
         (TAPE, "off", "no"),
         (WARM_UP, "off", "no"),
+        (SECOND, "off", "no"),
     ],
 )
-def test_other_words_are_refused_with_those_that_there_are(variable: str, usual: str, word: str) -> None:
+def test_unknown_values_are_refused_with_the_valid_ones(variable: str, usual: str, word: str) -> None:
     with pytest.raises(UsageError, match=rf"{variable} is '{word}'\. Set it to {usual}"):
         switches_of({variable: word}, tape=True)

@@ -43,7 +43,7 @@ CARRIERS = {
         torch.bfloat16,
     ),
 }  # fmt: skip
-# Upper bounds on the error of a Gaussian product; every one is also held to be above half of it.
+# Upper bounds on the error of a Gaussian product; each error is also above half its bound.
 ERRORS = {
     "fp16": 5e-4,
     "tf32": 5e-4,
@@ -105,7 +105,7 @@ def test_only_fp32_casts_nothing() -> None:
     assert on_cpu("fp32").cast(source, Role.INPUT).data.data_ptr() == source.data_ptr()
 
 
-# Formats and scalings of inputs, weights and gradients; one stands for all three.
+# Formats and scalings of inputs, weights and gradients; a single one applies to all three.
 Treated = tuple[Format, Scaling | None]
 CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
     "tf32": (TF32, None),
@@ -185,7 +185,7 @@ def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
 @for_each("before", [True, False])
 @for_each("name", ["tf32", "fp32", "fp8"])
 def test_scope_tells_convolutions_too(name: str, before: bool) -> None:
-    """cuDNN's own switch would else let fp32 convolutions run in TF32."""
+    """Otherwise cuDNN's separate switch would let fp32 convolutions run in TF32."""
     outside = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = before
     try:

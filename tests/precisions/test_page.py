@@ -14,7 +14,7 @@ from fp8bench.registry import precisions
 from tests.facts import B200, H200, gpu
 
 ADA = gpu("L40S", (8, 9))
-# What the page says of a mode by whether it is native there.
+# What the page states about a mode, depending on native support.
 WHERE = {
     (True, True, True): "NVIDIA from 8.9",
     (False, True, False): "NVIDIA 9.0",
@@ -27,7 +27,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_tex
 
 def table(title: str) -> list[list[str]]:
     (rows,) = re.findall(rf"^\| mode \| {title} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+    return [re.split(r" *\| *", row)[1:-1] for row in rows.splitlines()]
 
 
 def recipes() -> dict[str, Recipe]:
@@ -40,7 +40,10 @@ def words(cell: str) -> list[str]:
 
 
 def options() -> list[list[str]]:
-    return [[f"`{mode}`", *cells] for modes, *cells in table("option") for mode in words(modes)]
+    rows = []
+    for modes, *cells in table("option"):
+        rows += [[f"`{mode}`", *cells] for mode in words(modes)]
+    return rows
 
 
 def test_formats_by_role_and_where_a_mode_is_native() -> None:
@@ -57,7 +60,9 @@ def test_formats_by_role_and_where_a_mode_is_native() -> None:
 
 def test_options_values_defaults_and_aliases() -> None:
     rows = options()
-    declared = [(name, option) for name in recipes() for option in precisions.get(name).options]
+    declared = []
+    for name in recipes():
+        declared += [(name, option) for option in precisions.get(name).options]
     assert sorted((words(row[0])[0], words(row[1])[0]) for row in rows) == sorted(
         (name, option.name) for name, option in declared
     )

@@ -37,7 +37,7 @@ MI250X = gpu("MI250X", (9, 0), hip="7.0", arch="gfx90a")
 OTHER = DeviceFacts("npu", 0, "something else", 16 << 30, "2.13.0")
 OLD_XPU = replace(XPU, scaled_products=False)
 
-# Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.
+# FP8 recipes that torch's scaled product takes, then those it does not; and all narrower ones.
 FP8, REST = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, EMULATED), (EMULATED,) * 5
 INTEL = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
 AMD = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
@@ -63,7 +63,7 @@ TABLE = {
 
 
 @for_each("device", TABLE)
-def test_support(device: str) -> None:
+def test_each_device_supports_the_listed_modes(device: str) -> None:
     facts, levels = TABLE[device]
     result = {name: precisions.get(name).support(facts) for name in NAMES}
     levels = (*levels, levels[NAMES.index("fp8")])  # without scales it is as native as with them
@@ -122,7 +122,7 @@ def test_support(device: str) -> None:
         ("mxfp6", XPU, "torch has no MXFP6 for XPUs"),
     ],
 )
-def test_reasons(name: str, facts: DeviceFacts, words: str) -> None:
+def test_support_has_the_listed_reasons(name: str, facts: DeviceFacts, words: str) -> None:
     assert words in precisions.get(name).support(facts).reason
 
 

@@ -1,4 +1,4 @@
-"""Allocations and releases: a stretch's highest point, made by hand, and what torch's profiler tells."""
+"""Allocations and releases: a hand-made peak, and the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = Begun("unattributed")
 
 
 def changes(*pairs: tuple[int, int] | None) -> list[Event]:
-    """Makes changes by address and size; None begins the stretch."""
+    """Changes by address and size; None begins the stretch."""
     return [START if pair is None else Sized(*pair) for pair in pairs]
 
 
@@ -34,8 +34,8 @@ def changes(*pairs: tuple[int, int] | None) -> list[Event]:
         (changes((1, 5), (1, -5), None, (1, 3)), 3),
         (changes((1, 5), None, (1, -5), (2, 3)), 5),
         (changes((1, 5), None, (2, 7), (2, -7), (3, 3)), 12),
-        (changes((1, 5), None, (9, -4), (2, 3)), 8),  # nobody knows that address: it is from before
-        (changes((1, 5), None, (1, 6), (2, 1)), 7),  # the release of the first was told to another thread
+        (changes((1, 5), None, (9, -4), (2, 3)), 8),  # an unknown address, allocated earlier
+        (changes((1, 5), None, (1, 6), (2, 1)), 7),  # the first release was reported on a second thread
         (changes(None, (1, 5), (2, 2), (1, -5), (1, 9)), 11),
     ],
 )
@@ -78,7 +78,7 @@ def test_what_is_held_when_backward_begins() -> None:
 
 
 def held(*events: Event) -> dict[int, HeldBlock]:
-    """Returns what is held at the peak, by address; a large block at address 0 makes the peak."""
+    """Bytes held at the peak, by address; a large block at address 0 sets the peak."""
     found = course(events)
     assert found is not None
     return {stretch.address: stretch for stretch in found.held if stretch.address}
@@ -219,7 +219,6 @@ def test_of_another_device_nothing_is_heard() -> None:
 
 
 def test_allocations_outside_of_operations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out allocations without an event around them, as torch does for a GPU."""
     told = stream_module._changes_and_notes
     monkeypatch.setattr(
         stream_module, "_changes_and_notes", lambda tree: told([one for one in tree if one.name != "[memory]"])
@@ -232,8 +231,7 @@ def test_allocations_outside_of_operations_are_heard(monkeypatch: pytest.MonkeyP
 
 
 def test_backward_runs_where_all_of_it_is_heard() -> None:
-    """A regression: autograd's own thread for a GPU frees what a node was given after it has ended, unheard by the
-    profiler, so that half of some layers had no roles of memory."""
+    """A regression: the profiler missed what autograd's GPU thread frees after a node, so memory roles were lost."""
     threads = torch._C._is_multithreading_enabled
     stream = AllocationStream("cpu")
     stream.start()

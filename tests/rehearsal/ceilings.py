@@ -11,9 +11,9 @@ from fp8bench.model import Case
 from fp8bench.nn.sizes import SERVED_SIZES, SIZES
 from fp8bench.registry import precisions
 
-# A weight's gradient goes into float32, and the head's weights into bf16.
+# A weight's gradient becomes float32, and the head's weights bf16.
 CONVERTED = 1
-# All experts have one product in common, on the first GPU that has the precision.
+# All experts share one product, on the first GPU that has the precision.
 GROUPED = {"bf16", "fp8-rowwise", "mxfp8", "mxfp8:scale=floor"}
 # The largest magnitudes of all weights, in one call.
 ALL_AMAXES = 3
@@ -33,18 +33,18 @@ class Launches:
     untiled: int = 0
 
 
-# The largest magnitude, the scale and its inverse, the codes: those of both orientations are written by one kernel.
+# The largest magnitude, the scale and its inverse, the codes: one kernel writes both orientations.
 A_TENSOR = Launches(one=3, both=3, weight=3, weight_both=3, known=2)
-# Each orientation has scales of its own, and one kernel finds and applies them, those of both if it is asked for both.
+# Each orientation has separate scales; one kernel computes and applies them, for both if requested.
 A_ROW = Launches(one=1, both=1, weight=1, weight_both=1, known=1)
-# The same of 128 elements; of a weight's squares the scales, the codes, and memory that is filled up with zeros.
+# The same for 128 elements; for a weight's squares the scales, the codes, and zero padding.
 A_BLOCK = Launches(one=1, both=1, weight=3, weight_both=3, known=3, restored=3)
-# Codes and scales of 32 elements by one kernel, in tiles; else two operations bring scales there.
-# Back: scales out of their tiles, looked up, one for every element; codes, times those.
+# Codes and scales of 32 elements by one kernel, in tiles; otherwise two operations move scales there. Back: scales out
+# of tiles, looked up, expanded; codes times scales.
 AN_MX = Launches(one=1, both=1, weight=1, weight_both=1, known=1, restored=7, untiled=2)
-# The largest magnitude, the tensor's scale with the keys of seeds, the codes and scales of 16: of both orientations at
-# once, rotated in the pass that finds the largest magnitudes of both. Back: MX's five of scales, times the tensor's;
-# two codes out of a byte and looked up, three each; codes, times scales.
+# The largest magnitude, the tensor's scale with seed keys, codes and scales of 16, for both orientations at once,
+# rotated in the pass that finds both largest magnitudes. Back: MX's five for scales, times the tensor's; two codes per
+# byte looked up, three each; codes times scales.
 AN_NVFP4 = Launches(one=3, both=3, weight=3, weight_both=3, known=2, restored=13, untiled=2)
 BY_EXTENTS = {
     frozenset({(0, 0, None)}): A_TENSOR,
@@ -65,7 +65,7 @@ def of_cast(mode: str) -> Launches | None:
 
 
 def of_casts(case: Case) -> int | None:
-    """Returns the most that all casts of a step may launch; None where nothing is promised."""
+    """The maximum launches of all casts of a step; None if not promised."""
     cast, params = of_cast(case.precision), dict(case.params)
     if cast is None:
         return None
@@ -74,7 +74,7 @@ def of_casts(case: Case) -> int | None:
         case "gemm":
             weights = params["product"] != "weight-gradient"
             untiled = cast.untiled if int(params["m"]) % TILE_ROWS else 0
-            copied = str(params.get("layout", "")).count("strided")  # every second element is no matrix of its own
+            copied = str(params.get("layout", "")).count("strided")  # every second element is not a separate matrix
             return cast.one + untiled + copied + (cast.weight if weights else cast.one)
         case "cast" if params["direction"] == "from":
             return cast.restored + (params["source"] != "fp32")
@@ -84,11 +84,11 @@ def of_casts(case: Case) -> int | None:
             return cast.one + (cast.untiled if int(params["batch"]) % TILE_ROWS else 0)
         case "accumulate":
             return tensors * (micro_batches * cast.one + (micro_batches - 1) * cast.restored)
-        case "attention" | "mlp":  # two layers: inputs, weights and gradients, and the weights' gradients converted
+        case "attention" | "mlp":  # two layers: inputs, weights and gradients, and conversion of weight gradients
             return 2 * (2 * cast.both + cast.weight_both + CONVERTED)
         case "moe":
             return _of_experts(case, cast)
-        case "decode" | "prefill":  # inputs alone: weights are cast before the first step
+        case "decode" | "prefill":  # only inputs: weights are cast before the first step
             rows = int(params["batch"]) * (1 if case.workload == "decode" else int(params["context"]))
             untiled = cast.untiled if rows % TILE_ROWS else 0
             return 4 * SERVED_SIZES[str(params["size"])].layers * (cast.one + untiled)
@@ -98,11 +98,14 @@ def of_casts(case: Case) -> int | None:
 
 
 def _of_experts(case: Case, cast: Launches) -> int:
-    """Counts two layers of each expert. Grouped products cast inputs and gradients at once, and again part by part for
-    the weights' gradients; codes and scales of weights and of parts are concatenated."""
+    """Counts two layers per expert.
+
+    Grouped products cast inputs and gradients at once, and part by part for weight gradients; codes and scales of
+    weights and parts are concatenated.
+    """
     params = dict(case.params)
     experts, training = int(params["experts"]), params["pass"] == "training"
-    untiled = 0 if params["load"] == "uniform" else cast.untiled  # by turns as well
+    untiled = 0 if params["load"] == "uniform" else cast.untiled  # alternating as well
     rows = 2 * (cast.both + 2 * untiled) if training else cast.one + cast.untiled
     weight = cast.weight_both + CONVERTED if training else 0
     one_by_one = 2 * experts * (rows + weight)
@@ -112,7 +115,7 @@ def _of_experts(case: Case, cast: Launches) -> int:
 
 
 def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
-    """Counts four layers in each block, and the head, whose weights are cast to the carrier."""
+    """Counts four layers per block, and the head, whose weights are cast to the carrier."""
     params = dict(case.params)
     layers = 4 * SIZES[str(params["size"])].layers
     converted = (layers + 1) * CONVERTED * micro_batches
@@ -123,19 +126,19 @@ def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
     return inputs_and_gradients + converted + layers * cast.known + known + CONVERTED
 
 
-# Of a block forward: two norms by way of float32, two sums, an activation. Backward: of a norm two kernels more than
-# its conversions, the sums' gradients, the activation's, and queries, keys and values put together.
+# A block forward: two norms through float32, two sums, an activation. Backward: two kernels per norm besides its
+# conversions, gradients of sums and activation, and concatenated queries, keys and values.
 BLOCK_FORWARD, BLOCK_BACKWARD = 2 * 3 + 2 + 1, 2 * 4 + 2 + 1 + 1
-# Of a served block: two norms of nine kernels (three to and from float32, its weight's among them), queries and keys
-# turned, keys and values into the cache, two sums, SiLU and the gate; of a prompt heads put together, too.
+# A served block: two norms of nine kernels (three conversions to and from float32, its weight's included), rotated
+# queries and keys, cache writes, two sums, SiLU and the gate; for a prompt also concatenated heads.
 SERVED_NORM, SERVED_BLOCK = 9, 2 * 9 + 2 * 7 + 2 + 2 + 2
-# The embedding's sum of gradients sorts tokens first; beside it the last norm, positions, and the loss in float32.
+# The embedding's gradient sorts tokens first; then the last norm, positions, and the float32 loss.
 EMBEDDING, REST = 25, 7 + 6 + 10
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 3
 
 
 def of_phases(case: Case) -> dict[str, int]:
-    """Returns the most launches by phase; a phase without an entry has no ceiling."""
+    """The most launches by phase; a phase without an entry has no ceiling."""
     params, casts = dict(case.params), of_casts(case)
     found = {} if casts is None else {"cast": casts}
     attention = ATTENTION_FORWARD + ATTENTION_BACKWARD
@@ -145,15 +148,15 @@ def of_phases(case: Case) -> dict[str, int]:
         case "moe":  # and the router's
             products = 2 * (1 if case.precision in GROUPED else int(params["experts"])) + 1
             found["gemm"] = products * (3 if params["pass"] == "training" else 1)
-        case "mlp":  # SiLU and the gate, their gradients, and both halves put together
+        case "mlp":  # SiLU and the gate, their gradients, and concatenated halves
             found |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
-        case "attention":  # heads put together; keys and values repeated for those that share them
+        case "attention":  # concatenated heads; repeated keys and values for shared ones
             found |= {"gemm": 2 * 3, "elementwise": 3, "attention": attention + 2 * 2}
-        case "diffusion":  # a DiT's: time and each end twice, every block's modulation and that of the last
+        case "diffusion":  # for a DiT: time and each end twice, every block's modulation and the last one's
             steps, blocks = int(params["steps"]), int(params["layers"])
             found |= {"gemm": steps * (4 + 4 * blocks + blocks + 1), "accumulate": steps * 3}
             found["attention"] = steps * blocks * ATTENTION_FORWARD
-        case "decode" | "prefill":  # keys and values repeated; the embedding, the last norm, and logits where they stay
+        case "decode" | "prefill":  # repeated keys and values; the embedding, the last norm, and high logits
             blocks = SERVED_SIZES[str(params["size"])].layers
             block = SERVED_BLOCK + (case.workload == "prefill")
             found |= {"gemm": 4 * blocks + 1, "elementwise": blocks * block + SERVED_NORM + 2}

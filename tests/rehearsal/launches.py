@@ -1,8 +1,8 @@
-"""How many kernels a GPU launches: for an operator, and for one of fp8bench's own once it is compiled.
+"""GPU kernel launches of an operator, and of fp8bench's operators once compiled.
 
-What is more than one was counted on torch's CUDA build 2.13, for compute capability 9.0, with a CUDA runtime that
-computes nothing. Calls on lists count once, though long ones are split, and so do reductions, though those of large
-tensors have a few bytes set to zero first.
+Values above one were counted with torch's CUDA build 2.13 for compute capability 9.0, on a CUDA runtime that computes
+nothing. List operations count once although long lists are split, and reductions too although large ones first zero a
+few bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp8bench.formats.compiling import Compiled, Kernel
 from fp8bench.formats.fused import Layout, ValuesKernel
 from fp8bench.formats.grids import E4M3
 
-# Nothing is launched: memory is taken, or looked at in another way.
+# No launch: these allocate memory or make views.
 NOTHING = (
     "aten::empty",
     "aten::new_empty",
@@ -33,7 +33,7 @@ SEVERAL = {
     "aten::slice_backward": 2,
     "aten::_foreach_norm": 3,
 }
-# Of emulated quantisers: with the scales of blocks for each that a kernel makes itself, and with NVFP4's two.
+# Emulated quantisers: with block scales for each that a kernel computes, and with NVFP4's two.
 BLOCKS = {Layout.BLOCKS: (1, 5), Layout.UPRIGHT: (2, 2), Layout.RECTANGLES: (2, 3)}
 
 
@@ -59,7 +59,7 @@ class AllCompiled(operators.Kernels):
 
 
 def _of_kernel(kernel: Kernel) -> int:
-    """Returns how many kernels a GPU's compiler makes; native_codes.LAUNCHES says it for native casts."""
+    """Kernels that a GPU's compiler makes; native casts use native_codes.LAUNCHES."""
     if not isinstance(kernel, ValuesKernel):
         return 1
     nvfp4 = kernel.scaling is not None and kernel.scaling.scale is E4M3

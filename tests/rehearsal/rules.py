@@ -1,4 +1,4 @@
-"""What a GPU refuses, or waits in, that torch lets pass on tensors without memory."""
+"""Calls that a GPU refuses or waits in, although torch allows them on tensors without memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMATS: Mapping[torch.dtype, Format] = {
     torch.float8_e5m2fnuz: E5M2FNUZ,
     torch.float4_e2m1fn_x2: E2M1,
 }
-# All that CUDA does with tensors of 8 bits and less: it moves and converts them, and fp8bench's operators write them.
+# CUDA only moves and converts tensors of 8 bits and less, and fp8bench's operators write them.
 DONE_WITH_CODES = {
     f"aten::{name}"
     for name in ("_to_copy", "copy_", "clone", "cat", "empty_like", "fill_", "zero_", "detach", "alias", "view", "t",
@@ -65,7 +65,7 @@ def broken_rule(
     facts: DeviceFacts,
     pinned: Mapping[int, Tensor],
 ) -> str:
-    """Returns why a GPU refuses a call, or waits in it; '' if it does neither."""
+    """Why a GPU refuses a call or waits in it; otherwise ''."""
     if name in WAITS and any(one.is_meta for one in given):
         return "the host waits for the device"
     if name in COPIES and kwargs.get("device", torch.device("meta")).type == "meta":
@@ -76,7 +76,7 @@ def broken_rule(
     product = product_of(name, args)
     if product is None:
         return ""
-    fast = args[11:] == (True,)  # torch leaves out what is its default
+    fast = args[11:] == (True,)  # torch omits arguments with default values
     if fast and product.scheme not in (Scheme.TENSOR, Scheme.ROW):
         return f"sums of {product.scheme} are never fast"
     device = class_of(facts)
@@ -85,7 +85,7 @@ def broken_rule(
 
 
 def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tensor]) -> str:
-    """A copy from the host waits unless it is non-blocking, and from pinned memory."""
+    """Whether a copy from the host waits: unless it is non-blocking and from pinned memory."""
     *target, source = (one for one in args if isinstance(one, Tensor))
     if source.is_meta or not all(one.is_meta for one in target) or (not target and "device" not in kwargs):
         return ""
@@ -104,7 +104,7 @@ def class_of(facts: DeviceFacts) -> DeviceClass:
 
 
 def product_of(name: str, args: Any) -> Product | None:
-    if name == "aten::_scaled_grouped_mm":  # its own rules are those of rows, or of MX blocks
+    if name == "aten::_scaled_grouped_mm":  # its rules are those of rows, or of MX blocks
         a, b, scale, *_, output, _ = (*args, False)[:9]
         in_blocks = scale.dtype == torch.float8_e8m0fnu
         kinds_a = kinds_b = [(ScalingType.BlockWise1x32 if in_blocks else ScalingType.RowWise).value]

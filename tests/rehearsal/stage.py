@@ -1,8 +1,8 @@
-"""A GPU that has no memory: torch's tensors on the meta device, by the rules that hold on that GPU.
+"""A GPU without memory: torch's meta tensors with that GPU's rules.
 
-torch checks layouts, multiples and scales of its products as on CUDA; what it leaves out is refused here: products by
-our own rules, operations that float8 tensors do not have, and whatever waits for the device. Launches are counted by
-phase. Of speed, and of what a library takes, nothing is said.
+torch checks layouts, multiples and scales of products as on CUDA. The rest is refused here: products by fp8bench's
+rules, operations that float8 tensors lack, and waiting for the device. Launches are counted by phase. Speed and
+library workspaces are not modelled.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from tests.rehearsal.rules import broken_rule, product_of
 
 @dataclass
 class Done:
-    """What one step did: launches by phase and by operator, and its scaled products. `bytes` are those of the tensors
-    that operators take and return, each once an operator."""
+    """A step's launches by phase and by operator, and its scaled products.
+
+    `bytes` are those of the operators' inputs and outputs, each once per operator.
+    """
 
     phases: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
@@ -78,7 +80,7 @@ class Ledger(TorchDispatchMode, Stamper):  # type: ignore[no-untyped-call]
         kernels = operators.KERNELS
         assert isinstance(kernels, AllCompiled)
         before = kernels.launches
-        with self:  # what it does beside its kernels
+        with self:  # its work besides kernels
             run(*args)
         return (kernels.launches - before) * LAUNCHES.get(func._schema.name, 1)
 
@@ -101,7 +103,7 @@ _made_of_numbers = torch.tensor
 
 
 def made_of_numbers(data: Any, **options: Any) -> Tensor:
-    """Stands for torch.tensor, which no dispatch mode sees: on a device it waits for a copy."""
+    """Replaces torch.tensor, which dispatch modes do not see: on a device it waits for a copy."""
     rehearsing = any(isinstance(mode, Ledger) for mode in _get_current_dispatch_mode_stack())
     place = torch.device(options.get("device") or "cpu")
     assert not rehearsing or place.type == "cpu", "torch.tensor: the host waits for its numbers to be copied"
@@ -112,7 +114,7 @@ _place = torch.Tensor.data_ptr
 
 
 def place(tensor: Tensor) -> int:
-    """Returns where a tensor lies: without memory no two would differ."""
+    """A tensor's address: without memory no two would differ."""
     if not tensor.is_meta:
         return _place(tensor)
     return tensor.untyped_storage()._cdata * 16 + tensor.storage_offset() * tensor.element_size()
@@ -130,7 +132,7 @@ class Generator(torch.Generator):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    """Chooses among the kernels that a GPU has; without one torch writes the scores down."""
+    """Chooses among the kernels that a GPU has; without one torch stores the scores."""
     assert attn_mask is None, "the fused kernels take no mask"
     if enable_gqa:
         k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
@@ -150,7 +152,7 @@ class Stage:
         return Ledger(facts, self._pinned)
 
     def set_up(self, patches: pytest.MonkeyPatch) -> None:
-        """Fake tensors on CUDA would end the process where torch is built for processors, so these are on meta."""
+        """On the meta device, since fake CUDA tensors would crash a CPU build of torch."""
         patches.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
         patches.setattr(DeviceFacts, "key", property(lambda facts: "cpu" if facts.kind == "cpu" else "meta"))
         patches.setattr(torch.Tensor, "pin_memory", self._pinned_copies())

@@ -21,7 +21,7 @@ from tests.rehearsal.stage import Done, Stage
 
 MODES = {"fp8": H200, "fp8-delayed": H200, "fp8-rowwise": H200, "fp8-block": H200, "mxfp8": B200, "nvfp4": B200}
 BLOCKS = SIZES["gpt2-124m"].layers
-# Launches of a step over those of bf16 whose weights are cast as often.
+# Launches of a step relative to bf16 with weights cast equally often.
 MOST = {
     ("fp8", "cached"): 1.8,
     ("fp8-delayed", "cached"): 1.8,
@@ -49,8 +49,10 @@ def launches(stage: Stage, corpus: Corpus, mode: str, weights: str, blocks: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["cached", pytest.param("recast", marks=pytest.mark.nightly)])
 def test_a_training_step(weights: str, stage: Stage, corpus: Corpus) -> None:
-    """With weights cast once a step it launches not much more than bf16. All blocks are alike: what the second adds,
-    each of the others adds too."""
+    """With weights cast once per step it launches little more than bf16.
+
+    All blocks are equal: each adds what the second adds.
+    """
     told, carrier = [], None
     for mode in ("bf16", *MODES):
         one, two = (launches(stage, corpus, mode, weights, blocks) for blocks in (1, 2))
@@ -71,13 +73,15 @@ def test_all_blocks_launch_alike(mode: str, stage: Stage, corpus: Corpus) -> Non
 @pytest.mark.parametrize("mode", [mode for mode in MODES if of_cast(mode)])
 @pytest.mark.parametrize("role", Role)
 def test_one_cast(mode: str, role: Role, stage: Stage) -> None:
-    """Reads bfloat16 values for the maximum, and again for codes, a byte in each orientation. Two of NVFP4's codes are
-    a byte, and 16 share a scale; both orientations are read apart, and what is rotated is written and read as
-    float32."""
+    """Reads bfloat16 values for the maximum, and again for codes, a byte per orientation.
+
+    Two NVFP4 codes are a byte, and 16 share a scale; orientations are read separately, and rotated values pass through
+    float32.
+    """
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
     arithmetic, most = precisions.get(mode).arithmetic(MODES[mode]).layer("layer"), of_cast(mode)
     assert most is not None
-    arithmetic.turn(arithmetic.cast(x, role), x, role)  # what it remembers is there from now on
+    arithmetic.turn(arithmetic.cast(x, role), x, role)  # its cache exists from now on
     with stage.ledger(MODES[mode]) as both:
         operand, turned = arithmetic.cast_both(x, role)
         turned = turned or arithmetic.turn(operand, x, role)

@@ -1,4 +1,4 @@
-"""What ceilings are measured by, by the rules of GPUs: products that are taken, one launch a call, nobody waits."""
+"""Products that measure ceilings follow GPU rules: accepted, one launch per call, no waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would run on a GPU is known, and how long it would take, before there is one."""
+"""A plan for a GPU and its duration are known without the GPU."""
 
 from __future__ import annotations
 

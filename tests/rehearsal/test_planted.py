@@ -144,7 +144,7 @@ def test_every_launch_counts(stage: Stage) -> None:
     with stage.ledger(H200) as ledger:
         x.t().view(64, 64).detach()
         torch.empty(64, device="meta")
-        torch.ones(64)  # the host's own
+        torch.ones(64)  # the host's tensor
         assert not ledger.done.launches
         x.t().contiguous()
         x.add_(1)
@@ -154,7 +154,7 @@ def test_every_launch_counts(stage: Stage) -> None:
 
 @pytest.mark.parametrize("role", Role)
 def test_orientations_that_are_cast_one_by_one(role: Role, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVFP4's are, in three launches each, where they may not be cast at once."""
+    """NVFP4's are, in three launches each, if they may not be cast at once."""
     arithmetic, most = precisions.get("nvfp4").arithmetic(B200), of_cast("nvfp4")
     x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
 
@@ -165,7 +165,7 @@ def test_orientations_that_are_cast_one_by_one(role: Role, stage: Stage, monkeyp
                 arithmetic.turn(operand, x, role)
         return ledger.done.launches
 
-    arithmetic.turn(arithmetic.cast(x, role), x, role)  # what it remembers is there from now on
+    arithmetic.turn(arithmetic.cast(x, role), x, role)  # its cache exists from now on
     assert most is not None and launches() == most.both
     monkeypatch.setattr(BlockArithmetic, "_can_cast_both_at_once", lambda self, role: False)
     assert launches() == 2 * most.one

@@ -27,9 +27,9 @@ from tests.rehearsal.ceilings import GROUPED, of_phases
 from tests.rehearsal.stage import Stage
 
 GPUS = {"H200": H200, "B200": B200, "MI300X": MI300X}
-# Every precision as it is, and with options.
+# Every precision with default options, and with others.
 MODES = tuple(dict.fromkeys((*precisions.names(), *test_modes.MODES, "fp8:gw=bf16", "fp8-rowwise:formats=hybrid")))
-# Values of axes that differ in layouts or multiples; few where more of them are alike.
+# Axis values that differ in layouts or multiples; few of them where they are similar.
 AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "accumulate": {"micro_batches": ("2",), "tensors": ("2",)},
     "attention": {"sequence": ("1024",), "part": ("layer",), "key_heads": ("4",)},
@@ -63,9 +63,9 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
 STORES = ("accumulate", "cast", "data", "numerics", "optimizer")
 PRODUCTS = ("attention", "gemm", "mlp")
 SERVED = ("decode", "prefill")
-# All blocks of a model are alike.
+# All blocks of a model are equal.
 BLOCKS = 1
-# CDNA3 has formats of its own.
+# CDNA3 has different formats.
 ON_MI300X = {"e4m3fn": "e4m3fnuz", "e5m2": "e5m2fnuz"}
 
 
@@ -85,8 +85,10 @@ def modes_of(level: Level, facts: DeviceFacts) -> list[str]:
 
 
 def cases() -> Iterator[ParameterSet]:
-    """Has single products by the rules of every GPU; other suites and whole models on the first GPU with the precision.
-    By default all of the MLP's, and every tenth of the others; one of vision's, which take seconds."""
+    """Single products by the rules of every GPU; other suites and whole models on the first GPU with the precision.
+
+    By default all of the MLP, every tenth of the others, and one of vision, which take seconds.
+    """
     seen: set[tuple[str, str]] = set()
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
@@ -109,7 +111,7 @@ def cases_of(workload: str, mode: str, facts: DeviceFacts, corpus: Corpus) -> li
     axes = dict(AXES[workload])
     if workload == "moe" and mode.startswith(
         "fp8-block"
-    ):  # torch's shape function takes no part of a block, its kernel does
+    ):  # torch's shape function rejects partial blocks, its kernel does not
         axes["load"] = ("uniform",)
     request = Request(workload, (mode,), axes=tuple(axes.items()))
     plan = make_plan(request, (facts,), corpus.identity, compares=False)
@@ -117,7 +119,7 @@ def cases_of(workload: str, mode: str, facts: DeviceFacts, corpus: Corpus) -> li
 
 
 def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
-    """Returns the scaled products of a step: their kind, and the formats of their operands."""
+    """The scaled products of a step: their kind, and the formats of their operands."""
     recipe, params = getattr(precisions.get(case.precision), "recipe", None), dict(case.params)
     found = Counter[tuple[str, str, str]]()
     if not isinstance(recipe, Recipe):
@@ -128,7 +130,7 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "moe": experts, "transformer": of_model}
     layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
     layers["early_exit"] = 2 * int(params.get("depth", 0))
-    # Convolutions as matrices where operands are rotated; blocks of both, and what is between them.
+    # Convolutions as matrices with rotated operands; blocks of both, and the layers between.
     layers["vision"] = {"resnet": 4, "vit": 4, "two-input": 9}.get(str(params.get("model")), 0)
     layers["diffusion"] = 4 * int(params.get("steps", 0))
     for product, roles in sizes.PRODUCTS.items():
@@ -162,7 +164,7 @@ def test_a_step_is_what_a_gpu_takes(gpu: str, workload: str, mode: str, stage: S
         found = Counter((str(product.scheme), product.a.fmt.name, product.b.fmt.name) for product in done.products)
         assert found == expected(one.case, gpu), one.case.id
         most = of_phases(one.case)
-        if precisions.get(mode).unit_scaled:  # its constants are launches of their own, in these phases alone
+        if precisions.get(mode).unit_scaled:  # its constants are separate launches, only in these phases
             most = {phase: count for phase, count in most.items() if phase not in ("elementwise", "attention")}
         assert {phase: done.phases[phase] for phase in most if done.phases[phase] > most[phase]} == {}, one.case.id
 
@@ -199,7 +201,7 @@ def test_a_step_of_what_is_kept_low_waits_for_nothing(kept: str, stage: Stage, c
 def test_a_served_mixture_waits_once_a_layer(
     mode: str, phase: str, stage: Stage, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For how many tokens each expert has; two products for each of eight that are read."""
+    """For each expert's number of tokens; two products for each of the eight experts read."""
     waits: list[int] = []
 
     def first_eight(counts: Tensor) -> list[int]:

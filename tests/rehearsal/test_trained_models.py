@@ -38,7 +38,10 @@ GPUS = {"H200": H200, "B200": B200}
 
 @pytest.fixture(autouse=True)
 def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives all experts as many tokens, because tensors without memory choose none. A step waits for these numbers."""
+    """Gives all experts equally many tokens, because tensors without memory choose none.
+
+    A step waits for these numbers.
+    """
 
     def evenly(counts: torch.Tensor) -> list[int]:
         return [SIZE.batch * SIZE.sequence * CHOSEN // len(counts)] * len(counts)
@@ -65,7 +68,7 @@ def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage
     windows = TokenWindows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key, config.vocabulary)
     ledger = stage.ledger(facts)
     with precision.scope():
-        for step in range(2):  # in the first one what is made once may be waited for
+        for step in range(2):  # the first may wait for one-time setup
             with ledger if step else nullcontext():
                 model(*windows.draw(0, step, 0, config.batch), SilentPhases()).backward()
     recipe = getattr(precision, "recipe", None)
@@ -73,7 +76,7 @@ def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage
         assert not ledger.done.products
         return
     one_by_one = [name for name, layer in layers.items() if not layer.high]
-    if arithmetic.groups:  # an up and a down of all experts are one product
+    if arithmetic.groups:  # all experts share an up and a down product
         one_by_one = [*{re.sub(r"experts\.\d+", "experts", name) for name in one_by_one}]
         assert (arch == "moe") == (ledger.done.operators["aten::_scaled_grouped_mm"] > 0)
     assert len(ledger.done.products) == len(one_by_one) * (2 if recipe.high_weight_gradient else 3)

@@ -32,7 +32,7 @@ def left(sqnr: float, lost: float = 0.0) -> tuple[Measurement, ...]:
 
 
 def tensors(*names: str, **changed: float) -> Made:
-    """A group for each tensor; SQNRs fall with the precision's place and rise with the tensor's."""
+    """A group for each tensor; SQNRs fall with the precision's index and rise with the tensor's."""
     records, findings = [], {}
     for row, name in enumerate(names):
         for column, mode in enumerate(MODES):

@@ -1,4 +1,4 @@
-"""What may be read as a fact, what only perhaps, and what has no speed at all."""
+"""Which figures are facts, which are uncertain, and which cases have no speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Finding, Interval, Label, Record, Status, Support, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import Standing, speed_up, standing, tone_of, what_intervals_hold
+from fp8bench.report.case_status import Standing, describe_intervals, speed_up, standing, tone_of
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
 from tests.counts import for_each
@@ -52,10 +52,10 @@ def test_standing(case_result: Result, expected: Standing, tone: Tone) -> None:
     assert standing(case_result) is expected and tone_of(case_result) is tone
 
 
-@for_each(("level", "words"), [(0.99, "99% of these rounds, spanning 2 sessions"), (0.0, "spanning 2 sessions")])
+@for_each(("level", "words"), [(0.99, "the 99% interval of this run, over 2 sessions"), (0.0, "over 2 sessions")])
 def test_a_range_of_several_sessions_is_their_hull_too(level: float, words: str) -> None:
     one = result(ratio=replace(HALF, level=level))
-    assert what_intervals_hold([replace(one, record=replace(one.record, sessions=(HALF,)))]) == words
+    assert describe_intervals([replace(one, record=replace(one.record, sessions=(HALF,)))]) == words
 
 
 @for_each("label", sorted(set(Label) - REMARKS))

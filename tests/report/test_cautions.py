@@ -1,4 +1,4 @@
-"""What a run says of its own verdicts: of which sitting they are, and how many are wrong by chance."""
+"""A run's warnings about its verdicts: the sitting, and the number of wrong ones expected by chance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def timed(microseconds: float, draw: np.random.Generator) -> Timing:
 
 
 def settings(count: int, speed: float = 2.0) -> Run:
-    """So many groups, each with a case that is so many times as fast as its reference."""
+    """Groups, each with a case of this speed-up."""
     draw, records = np.random.default_rng(0), []
     for number in range(count):
         lead, other = (case("gemm", mode, {"m": number}) for mode in ("fp32", "bf16"))
@@ -43,26 +43,29 @@ LOADS = ({"load_1min": 4.0}, {"load_1min": 0.4, "busy_cores": 1.0}, {"load_1min"
 
 
 @for_each("facts", LOADS)
-def test_under_load_intervals_are_said_to_be_of_this_sitting(facts: dict[str, Scalar]) -> None:
+def test_under_load_other_runs_may_differ_by_more(facts: dict[str, Scalar]) -> None:
     run = replace(settings(1), environment=Environment({**QUIET, **facts}))
     for text in texts(run):
-        assert f"measured beside other programs (load {facts['load_1min']:g} on 2 cores" in text
-        assert "intervals cover this sitting only, others may differ by more" in text
+        assert f"other programs were running (load {facts['load_1min']:g} on 2 cores" in text
+        assert "another run may differ by more than these intervals" in text
         assert "measure again: fp8bench suite gemm --store kept" in text
-    assert "Why not sure: measured beside other programs" in texts(run)[0]
+    assert "Why not sure: other programs were running" in texts(run)[0]
 
 
-def test_a_quiet_machine_or_one_that_knows_its_reruns_says_nothing_of_sittings() -> None:
+def test_a_quiet_machine_or_one_that_knows_its_reruns_needs_no_caution() -> None:
     """A run that has just ended is in the mean load of a minute, with its one thread."""
     one, busy = settings(1), Environment({**QUIET, "load_1min": 4.0})
     known = tuple(replace(each, reruns=Reruns(0.01, 8, 9)) for each in one.records)
     many_cores = Environment({"load_1min": 1.6, "cpu_count": 64, "busy_cores": 1.2})
     quiet = [replace(one, environment=facts) for facts in (Environment({}), Environment(QUIET), many_cores)]
     for run in (*quiet, replace(one, records=known, environment=busy)):
-        assert not any("sitting" in text for text in texts(run))
+        assert not any("another run may differ" in text for text in texts(run))
 
 
-@for_each(("count", "expected"), [(1, ""), (12, "12 cases, each judged by itself: if none differed, up to 0.12 of")])
+@for_each(
+    ("count", "expected"),
+    [(1, ""), (12, "each of the 12 cases is judged separately: if none really differed, up to 0.12")],
+)
 def test_several_cases_say_how_many_verdicts_to_expect_by_chance(count: int, expected: str) -> None:
     for text in texts(settings(count))[1:]:
         assert expected in text and ("by chance" in text) is bool(expected)
@@ -70,7 +73,7 @@ def test_several_cases_say_how_many_verdicts_to_expect_by_chance(count: int, exp
 
 @counts(4, 100)
 def test_families_without_a_difference_have_no_more_false_verdicts_than_is_said(count: int) -> None:
-    """50 cases a suite: up to half a false word a suite is what a page says."""
+    """50 cases per suite: the page promises at most half a false verdict per suite."""
     draw, false = np.random.default_rng(7), 0
     for _ in range(50 * count):
         concluded = conclude(*(timed(1000, draw) for _ in range(3)))

@@ -26,7 +26,7 @@ CAPPED = (Verdict.FASTER, 0.5, Label.POWER_CAPPED)
 def labelled(
     verdict: Verdict, *labels: Label, reasons: tuple[tuple[Label, str], ...], **changes: object
 ) -> tuple[Run, dict[str, Finding]]:
-    """One group, where bf16 has these labels and is twice as fast as fp32."""
+    """A group with these labels on bf16, which is twice as fast as fp32."""
     run, findings = judged((verdict, 0.5, *labels))
     case = run.records[1].case.id
     findings[case] = replace(findings[case], label_reasons=reasons, **changes)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_labels() -> Told:
             of_kind(part("environment", capped(number)), Items),
         )
     yield "a long reason is not in the row, and stands in the notes", on_terminal(LONG, "labels", "notes")
-    yield "nor is it among the labels in short", list(named_labels(panels_of(*LONG)[0].results[1]))
+    yield "nor is it among the labels in short", list(named_labels(panels_of(*LONG)[0].members[1]))
     yield "eager quantisers are told with the reason they ran so", on_terminal(eager(), "labels", "notes")
     yield "on the page, too", of_kind(part("environment", eager()), Items)
 
@@ -91,7 +91,7 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)
     assert f"labels: {label}" in text and LABELS[label].meaning in text
-    assert doubts(panels_of(run, findings)[0].results[1]) == ()
+    assert doubts(panels_of(run, findings)[0].members[1]) == ()
 
 
 def eager() -> Made:

@@ -1,4 +1,4 @@
-"""Material of reports: labels that tell runs apart, groups of a panel, and the page that is made of them."""
+"""Material of reports: labels that distinguish runs, groups of a panel, and the page."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_run_of_a_call_is_the_stored_value(run: api.Run) -> None:
 
 
 def test_results_are_what_reading_the_csv_gives(run: api.Run) -> None:
-    """Down to the type of every column, so that code for one works with the other."""
+    """Including every column's type, so that the same code works with both."""
     read = pd.read_csv(io.StringIO(csv_text(*run_rows([measured()]))))
     pd.testing.assert_frame_equal(run.results, read, check_exact=True)
     assert run.results is run.results
@@ -69,7 +69,7 @@ def test_results_are_what_reading_the_csv_gives(run: api.Run) -> None:
 
 @pytest.mark.slow
 def test_pandas_is_imported_by_the_results() -> None:
-    """Not by reading a run, which the command line does, too."""
+    """Not by reading a run, which the command line does too."""
     script = (
         "import sys; from tests.runs import measured; import fp8bench.api\n"
         "run = fp8bench.api.load(measured()[0]); print('pandas' in sys.modules); run.results\n"

@@ -28,10 +28,9 @@ from tests.counts import for_each
 from tests.fakes import record
 from tests.runs import render_whole, run_of
 
-# '0.914x' and '2.85x', and no tick of an axis.
+# Matches '0.914x' and '2.85x', but no tick of an axis.
 SPEED = re.compile(r"\d*\.\d{2,}x")
-# The ends of an interval, the speed-up of one phase, what advice would bring, the ticks of an axis, and the table of a
-# chart's numbers.
+# The ends of an interval, one phase's speed-up, advice's gain, ticks of an axis, and the table of a chart's numbers.
 OF_PART = re.compile(
     r"(?:could be|seen) [\d.]+x to [\d.]+x|\([\d.]+x(?: slower)?\)|which would be [\d.]+x|\[[\d.]+x, [\d.]+x\]"
     r'|<text class="tick".*?</text>|<summary [^>]*>The numbers.*?</details>'
@@ -40,7 +39,7 @@ SECONDS = re.compile(r"\d[\d.]* (?:ns|us|ms|s)\b")
 
 
 def steps(microseconds: float, calls: int, seed: int, slow: float = 0.0) -> Timing:
-    """Slots of so many calls, a share of them 1.6 times as long; the fastest of more calls is faster."""
+    """Slots of `calls` calls, a share of them 1.6 times as long; the minimum of more calls is lower."""
     draw = np.random.default_rng(seed)
     slots = []
     for number in range(32):
@@ -86,7 +85,7 @@ def test_all_that_is_printed_of_a_case_has_one_speed_up(microseconds: float, slo
 
 
 def test_a_comparison_prints_the_times_that_the_run_has() -> None:
-    """With as many rounds and calls on both sides a run of more calls would have another time in each comparison."""
+    """If both sides were cut to equal rounds and calls, a longer run would have another time in each comparison."""
     before, after = measured(860.0), replace(measured(300.0, calls=12), id="other")
     sides = [make_side(name, [(run, findings(run))]) for name, run in (("A", before), ("B", after))]
     compared = compare(*sides)

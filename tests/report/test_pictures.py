@@ -61,7 +61,7 @@ def lengths(png: bytes) -> list[int]:
 
 
 def test_a_bar_is_as_long_as_its_value() -> None:
-    """In logarithms from 1, read from the pixels, not from what was drawn."""
+    """On a log scale from 1, read from the pixels."""
     marks = tuple(Mark(name, value, tone=Tone.GOOD) for name, value in (("a", 2.0), ("b", 4.0), ("c", 16.0)))
     chart = Bars("b", "B", "", ChartAxis("speed-up", "x"), (("", marks),))
     short, middle, long = lengths(picture(chart, "page", "png"))

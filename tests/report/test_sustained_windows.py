@@ -1,4 +1,4 @@
-"""Energy windows tell what a GPU sustains, where its power cap or its clock made that another speed than slots have."""
+"""Energy windows show a GPU's sustained speed where a power cap or its clock makes it differ from slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from suites.trials import ROOT
 @pytest.fixture(scope="module")
 def run() -> Run:
     """What an H200 measured at its power cap: three products with casts, bf16, fp8 and fp8-rowwise."""
-    return load_run(ROOT / "reports" / "gpu_h200_202611" / "casts.jsonl")
+    return load_run(ROOT / "reports" / "gpu_h200_202611" / "runs" / "7816318e.jsonl")
 
 
 def sentences(run: Run) -> list[str]:

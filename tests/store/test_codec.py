@@ -21,7 +21,7 @@ from fp8bench.model import Case, Measurement, Record, Request, Run, SlotSample, 
 from fp8bench.model.codec import Malformed, decode, encode
 from tests.counts import for_each
 
-# What excludes each other in a request: each of these is asked by itself.
+# Mutually exclusive fields of a request, tested one at a time.
 ALONE = {"isolation": False, "energy_of": "phases", "ranks": 4, "scales_from": "a1b2", "known_scales": ()}
 REQUEST = Request(
     "gemm",
@@ -57,7 +57,7 @@ REQUEST = Request(
 
 
 def made(hint: Any, default: Any = None) -> Any:
-    """A value of a type, other than the default, and no part of it at its default: all have to survive."""
+    """A value of a type with no field at its default, at any depth: all must survive."""
     kind, inner = get_origin(hint), get_args(hint)
     if hint is Request:
         return REQUEST

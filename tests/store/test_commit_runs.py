@@ -1,4 +1,4 @@
-"""What a commit's runs tell, and which commit a word means."""
+"""Figures of a commit's runs, and the commit that a word on the command line means."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ FP32 = Record(
     control=rounds(("gemm", "unattributed"), [(16, 0), (17, 0)], [(2, 0), (3, 0)]),
     measurements=(error("product_error", 1.23456789e-7), error("kernel_error", 1e-7), error("peak_memory", 4096.0)),
 )  # fmt: skip
-# Counts are kept with all their digits.
+# Counts are stored with all digits.
 TAPE = Tape(phases=(PhaseCount("cast", 0, 100, 4), PhaseCount("gemm", 4_000_000_001, 200, 3)))
 BF16 = Record(
     case("bf16"), NATIVE, Status.OK, WORK,
@@ -91,12 +91,12 @@ RECORDS = [FP32, BF16, FP8]
 
 
 def run(records: list[Record] = RECORDS, **request: Any) -> Run:
-    """A run of these records on one processor, as asv would measure it but for the words of its request."""
+    """A run of these records on one CPU, as asv would measure it except for the request."""
     return run_of(records, devices=(CPU,), request=Request("gemm", **request))
 
 
 def samples(content: Run, precision: str) -> dict[str, tuple[float, ...]]:
-    """By metric, for one precision of gemm's first cell."""
+    """Samples by metric, for one precision of gemm's first cell."""
     return {
         point.series.removeprefix("gemm.Gemm.track_"): point.samples
         for point in points_of_run(content).points
@@ -113,12 +113,12 @@ TOLD: dict[str, dict[str, tuple[float, ...]]] = {
         "product_error": (0.002,), "kernel_error": (0.0016,), "flops": (4_000_000_001.0,), "moved_bytes": (300.0,),
         "launches": (7.0,),
     },
-    # It has no relative time, and fp32 no cast. Ratios are rounded: asv shows all digits they have.
+    # fp32 has no relative time and no cast. Ratios are rounded, because asv shows all digits.
     "fp32": {
         "time": (4e-3, 8e-3), "time_gemm": (3e-3, 8e-3), "seconds_per_tflop": (8e-3, 16e-3), "mean_time": (7e-3,),
         "product_error": (1.23457e-7,), "kernel_error": (1e-7,), "peak_memory": (4096.0,),
     },
-    # Emulated: a time, errors, and no speed.
+    # Emulated: a time and errors, but no speed.
     "fp8": {
         "time": (9e-3,), "time_cast": (7e-3,), "time_gemm": (2e-3,), "mean_time": (10e-3,),
         "product_error": (0.03,), "kernel_error": (0.0017,),
@@ -167,7 +167,7 @@ def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> No
     ids=["of another precision", "failed", "skipped", "of another shape", "absent"],
 )
 def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list[Record]) -> None:
-    """Over another one it would be another figure under the same name."""
+    """Relative to a lower precision it would be a different figure under the same name."""
     content = samples(run([*lead, BF16]), "bf16")
     assert content["relative_time"] == () and content["time"]
 
@@ -253,7 +253,7 @@ def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
 
 
 class Own(Workload):
-    """A user's, with an axis called 'data' that is no text."""
+    """A user's workload with an axis called 'data' that is not a text."""
 
     name = "own"
     summary = "nothing much"
@@ -278,7 +278,7 @@ def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
 
 
 def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its values are cells of one series, and not versions of which the newest counts."""
+    """Its values are cells of one series instead of versions of which only the newest counts."""
     workloads.names()
     content = points_of_run(own(monkeypatch, Own))
     assert content.others == 0
@@ -286,7 +286,7 @@ def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch)
         (f"{METHOD}.1", ("bf16", 1)),
         (f"{METHOD}.1", ("bf16", 2)),
     }
-    # Time per token is told where there are tokens only.
+    # Time per token only if there are tokens.
     assert {point.samples for point in content.points if point.series.endswith("per_mtok")} == {()}
 
 
@@ -318,7 +318,7 @@ def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
 
 
 def test_a_budget_that_ended_early_is_hasty() -> None:
-    """Two rounds of a slow case are all that a plain command takes the time for; a budget's may be an accident."""
+    """A plain command takes only two rounds of a slow case; two rounds within a budget may be an accident."""
     long = replace(BF16, timing=rounds(("gemm",), *[[(3,)]] * LEAST_ROUNDS))
     emulated = replace(FP8, timing=rounds(("cast", "gemm"), *[[(7, 3)]] * EMULATED_ROUNDS))  # it never gets more
     for record, budget, hasty in (
@@ -333,7 +333,7 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
 
 
 def under(changed: Run) -> Any:
-    """The conditions of its first point; all points of a run have the same, but those of counts."""
+    """The conditions of its first point; all points of a run have the same, except counts."""
     (content,) = {point.under for point in points_of_run(changed).points if metric_of(point) not in COUNTS}
     return content
 
@@ -360,7 +360,7 @@ def under(changed: Run) -> Any:
     ids=str,
 )
 def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
-    """Load passes, a kernel makes no new machine, and what is imported beside a suite of fp8bench's own is not it."""
+    """Load varies, a kernel does not make a new machine, and imports next to a suite of fp8bench do not count."""
     before = Environment({"torch": "2.13.0", "cpu_governor": "performance"})
     point, other = run(), replace(run(), environment=Environment({**before.facts, **facts}))
     assert (under(replace(point, environment=before)) != under(other)) is counts
@@ -370,7 +370,7 @@ def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: py
     # CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine.
     assert under(run()) != under(replace(run(), devices=(replace(CPU, name="another"),)))
     assert under(run()) == under(replace(run(), devices=(replace(CPU, memory_bytes=1),)))
-    # git may not know the file of a suite, so that the commit does not say what it was.
+    # git may not track a suite's file, so that the commit does not identify its contents.
     workloads.names()
     mine = own(monkeypatch, Own)
     assert under(mine) != under(replace(mine, environment=Environment({"imports_sha256": "0123"})))
@@ -388,8 +388,10 @@ def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: py
     ids=str,
 )
 def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> None:
-    """A clock's governor that changed would part their history for nothing; quantisers count as one operator, compiled
-    or not."""
+    """A changed clock governor would split their history for nothing.
+
+    Quantisers count as one operator, compiled or not.
+    """
     assert BF16.timing is not None
     eager = [FP32, replace(BF16, timing=replace(BF16.timing, eager="--quick"))]
     before, after = (
@@ -400,8 +402,7 @@ def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> N
 
 
 def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> None:
-    """Of times and memory of the cases that have some, and of nothing else: errors are the same bit for bit, and a
-    quantiser is one operator of a tape either way."""
+    """For times and memory of cases with quantisers; errors are equal bit for bit, and so are tapes."""
     assert FP8.timing is not None
     by_kind = {
         name: run([FP32, replace(FP8, timing=replace(FP8.timing, eager=why, fused=fused))])
@@ -432,7 +433,7 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
         assert not energy or point.under[-1][0] == "energy_source"
     (point,) = [point for (name, _), point in merge_points(points).items() if name.endswith("track_energy")]
     assert point.samples == (1.0, 1.1)
-    windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))  # a sample each
+    windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))  # one sample each
     told = run([replace(record, energy=EnergyUse("counter", windows)) for record in (BF16, FP8)])
     assert samples(told, "bf16")["energy"] == samples(told, "fp8")["energy"] == pytest.approx((1.9, 1.92))
     assert samples(run([replace(BF16, energy=EnergyUse("none", why="a virtual machine"))]), "bf16")["energy"] == ()

@@ -1,4 +1,4 @@
-"""`fp8bench store prune` names what nobody needs and removes nothing else; an error says what is kept."""
+"""`fp8bench store prune` lists and removes only unneeded files; an error names those kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cut_off(store: Path) -> Path:
 def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8bench: Say) -> None:
     history(tmp_path, 1.0)
     path = cut_off(tmp_path)
-    writer = reopen_training(path)  # one that goes on has its file locked
+    writer = reopen_training(path)  # a file in use is locked
     before = tree(tmp_path)
     assert "nothing that nobody needs" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1])
     assert tree(tmp_path) == before

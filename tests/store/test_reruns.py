@@ -1,4 +1,4 @@
-"""How far runs of a case lie apart: kept beside them by code and machine, learned against numpy and by simulation."""
+"""Spread between runs of a case: stored by code and machine, and estimated, checked against numpy and by simulation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_other_code_another_machine_and_a_busy_one_are_known_apart(tmp_path: Pat
     for facts in ({"threads": 2}, {"torch": "9.9"}):
         assert known(tmp_path, run=replace(RUN, environment=RUN.environment.also(facts))) == [0, 0]
     other = with_reruns(group(), replace(RUN, environment=RUN.environment.also({"commit": "b" * 40})), tmp_path)
-    assert [one.reruns.freedom for one in other if one.reruns] == [2, 2]  # a case that nobody has run, like the others
+    assert [one.reruns.freedom for one in other if one.reruns] == [2, 2]  # without runs: like the others
 
 
 def test_few_rounds_are_no_run_and_where_nobody_can_write_a_run_goes_on(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
     other = learn_spread("new", {"a": seen(*runs)})
     assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
-    assert reach_of(other) > reach_of(own)  # whoever has never run may be worse than the others
+    assert reach_of(other) > reach_of(own)  # a new case may be worse than the others
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
     known_runs = learn_spread("new", known)
     assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
@@ -162,7 +162,7 @@ def test_what_no_more_rounds_would_settle_says_so() -> None:
 
 
 def held_up(timing: Timing, quiet: int) -> Timing:
-    """All but so many of its slots, every third call of which takes twice as long."""
+    """A case with `quiet` undisturbed slots; in the others every third call takes twice as long."""
     slots = [
         replace(
             slot, wall_seconds=(1 if place < quiet else 2) * slot.cpu_seconds, calls_ns=(*slot.calls_ns * 2, (20 * MS,))
@@ -184,7 +184,7 @@ def test_where_too_few_rounds_were_undisturbed_there_is_a_range_and_no_interval(
     assert calm.ratio is not None and calm.ratio.level == 0.99 and calm.ratio.high < 0.51
     group = [replace(member, case=replace(member.case, device="cuda:0")) for member in (lead, record(held_up(FIVE, 5)))]
     (_, gpu) = find(group, {})
-    assert gpu.ratio is not None and gpu.ratio.level == 0.99  # a thread that waits for a device is held up by nobody
+    assert gpu.ratio is not None and gpu.ratio.level == 0.99  # waiting for a device is no delay
 
 
 def test_who_was_held_up_is_busy() -> None:

@@ -1,4 +1,4 @@
-"""What is followed: names, parameters and versions for both doors, and the grids that cannot be."""
+"""Tracked series: names, parameters and versions in both interfaces, and grids that are refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Tiny(Workload):
 
 
 def tiny(name: str = "tiny", **grid: Any) -> Workload:
-    """Returns a workload of that name, whose grid has these fields instead of GRID's."""
+    """A workload of that name, whose grid has these fields instead of GRID's."""
     words = {"cpu": GRID.cpu, "gpu": GRID.gpu, **grid}
     made: Workload = type("Tiny", (Tiny,), {"name": name, "history": Grid(**words)})()
     return made
@@ -86,7 +86,7 @@ def why_not(workload: Workload) -> str:
 
 
 def grids_as_text() -> str:
-    """Every series and every cell's case, on machines that nobody has."""
+    """Every series and every cell's case, on fictional machines."""
     lines = []
     for name in FOLLOWED:
         workload = workloads.get(name)
@@ -106,7 +106,7 @@ def grids_as_text() -> str:
 
 
 def test_what_is_followed_stands_still_and_every_public_workload_is() -> None:
-    # A default that somebody changes would change what a line of a graph means, and nobody would see it.
+    # A changed default would silently change the meaning of a graph's line.
     assert grids_as_text() == GOLDEN.read_text(), MOVED
     own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
     assert [name for name in FOLLOWED if name in own] == own and len(own) == 18
@@ -133,7 +133,7 @@ def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
     for cells in (cpu, gpu):
         assert cells and set(cells.values()) <= combinations and len(set(cells.values())) == len(cells)
     assert not set(cpu.values()) & set(gpu.values())
-    # asv has a class's parameters and version for all its benchmarks.
+    # asv has one version and one list of parameters per class.
     found = series_of(workload, None)
     assert len({(one.param_names, one.params, one.version, one.workload) for one in found}) == 1
     assert [one.metric for one in found] == [metric.name for metric in tracked_by(workload.history)]  # type: ignore[arg-type]

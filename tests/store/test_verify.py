@@ -42,7 +42,7 @@ def faults_of(store: Path) -> list[Fault]:
 
 
 def only(store: Path, path: Path, broken: bool, *words: str) -> Fault:
-    """Returns the only fault, which is at this path, of this kind, and has these words."""
+    """The only fault, asserted to have this path, kind and words."""
     faults = faults_of(store)
     assert [(fault.path, fault.broken) for fault in faults] == [(str(path), broken)], faults
     text = f"{faults[0].what}. {faults[0].remedy}."
@@ -71,7 +71,7 @@ def test_what_can_be_made_again_is_no_fault(store: Path) -> None:
     shutil.rmtree(results_of(store))
     cache_of(store).write_bytes(b"no cache")
     assert not faults_of(store)
-    made = rebuild(store, [commit(1)[:8]])  # the commits that are wanted, and no others
+    made = rebuild(store, [commit(1)[:8]])  # the requested commits and no others
     assert [load_results(path).commit_hash for path in made.files] == [commit(1)] and made.runs == 1
 
 
@@ -156,13 +156,13 @@ def test_a_run_that_is_there_twice_or_under_a_wrong_name(store: Path) -> None:
 
 
 def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is planted, because root may read every folder."""
+    """The failure is planted, because root may read every folder."""
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
     only(store, store / "runs" / "box", True, "it may not be read, and nothing is known", "chmod")
 
 
 def test_the_first_run_names_the_machine_again(store: Path) -> None:
-    """A kernel or an interpreter's second name that came later begins no new line, also when all is made anew."""
+    """A later kernel, or second name of an interpreter, starts no new line, even after a rebuild."""
     keep(store, run_at(1, 9, facts={"asv_os": "Linux 7"}))
     rebuild(store)
     before = tree(results_of(store))

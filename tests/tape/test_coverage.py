@@ -1,4 +1,4 @@
-"""Whose products a step's are: against counts by hand, in both directions, and to the last FLOP."""
+"""Attributing a step's products to layers: compared with counts by hand, in both directions, to the last FLOP."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ ONE = 2 * 16 * 16 * 16
 
 
 def test_each_product_has_its_holder() -> None:
-    """Each forward product has two for gradients; the first layer's input needs none."""
     model, x = Block(), torch.randn(2, 8, 16)
     coverage = covered(model, training(model, x))
     assert of(coverage, "qkv").flops == 3 * ONE * 2
@@ -143,7 +142,7 @@ def test_branches_that_take_turns_in_backward() -> None:
 def test_experts_have_their_products_in_both_directions(way: str) -> None:
     model, x = Experts(way), torch.randn(3, 8, 16, requires_grad=True)
     coverage = covered(model, training(model, x))
-    (holder,) = coverage.holders  # 'position' is no weight
+    (holder,) = coverage.holders  # 'position' is not a weight
     assert (holder.name, holder.kind, holder.converted) == ("stack", "experts", way != "einsum")
     assert coverage.flops == 3 * 2 * 3 * 8 * 16 * 32 and coverage.share == float(way != "einsum")
     if way == "einsum":
@@ -167,6 +166,19 @@ def test_what_native_products_would_want() -> None:
         "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32",
     ]
     assert all(holder.converted for holder in coverage.holders)
+
+
+def test_a_bias_that_is_expanded_is_no_weight_of_a_product() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.layer.bias.expand(8, -1), x, self.layer.weight.T)
+
+    model, x = ByHand(), torch.randn(8, 16)
+    assert [call.weight for call in covered(model, lambda: model(x)).others] == ["layer.weight"]
 
 
 def test_a_step_that_fails_leaves_nothing_and_one_without_products_is_refused() -> None:

@@ -17,7 +17,7 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.model import Phase
 from fp8bench.model.step import ShareKind
 from fp8bench.nn import rotations
-from fp8bench.tape.formulas import Where, flops_of, kind_of
+from fp8bench.tape.formulas import Where, _multiplies_nothing, flops_of, kind_of
 from fp8bench.tape.recorder import Call, TensorSeen
 from fp8bench.tape.timed_calls import OperatorTimes
 from tests.counts import for_each
@@ -102,11 +102,11 @@ def test_convolutions_have_the_flops_of_their_loops_in_each_direction(groups: in
     tape = tape_of(lambda: layer(x).sum().backward())
     assert [(one.flops, one.backward) for one in tape.operators if one.flops] == [(once, False), (2 * once, True)]
     first = tape_of(lambda: layer(x.detach()).sum().backward())
-    assert only(first, "convolution_backward").flops == once  # nobody asks for the gradient of a picture
+    assert only(first, "convolution_backward").flops == once  # a picture needs no gradient
 
 
 def seen(queries: int, keys: int, causal: bool) -> float:
-    """Counts the pairs that queries look at; of a causal square's diagonal half, by convention."""
+    """Counts the pairs that queries look at; by convention half of a causal square's diagonal."""
     pairs = product(range(queries), range(keys))
     return sum(1 if not causal or j < i else 0.5 if j == i else 0 for i, j in pairs)
 
@@ -181,6 +181,13 @@ def test_formulas_that_others_tell_torch_are_believed() -> None:
         del flop_registry[twice]
 
 
+def test_torch_has_no_formula_for_operators_that_are_known_to_multiply_nothing() -> None:
+    """For these its formulas are not imported, which takes 0.3 s where triton is installed."""
+    packets = [packet for packet in flop_registry if isinstance(packet, torch._ops.OpOverloadPacket)]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    assert len(overloads) > 20 and not [overload for overload in overloads if _multiplies_nothing(overload)]
+
+
 aten = torch.ops.aten
 FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
 
@@ -218,7 +225,7 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
         (aten._linalg_svd.default, Where(), (ShareKind.UNKNOWN, "_linalg_svd")),
     ],
 )
-def test_rules(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
+def test_each_operator_has_a_kind(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
     assert kind_of(operator, where) == kind
 
 

@@ -1,7 +1,7 @@
-"""Whose operators those of a backward pass are: by node, in every way that a module's nodes can lie among others.
+"""Attributing backward operators to modules by autograd node, for every way to interleave a module's nodes with others.
 
-In each case 'region' computes sigmoids and nobody else does; the rest of the model computes tanh. A backward operator
-of a sigmoid belongs to the region, that of a tanh to nobody in it.
+In each case 'region' computes sigmoids and the rest of the model computes tanh: a backward operator of a sigmoid
+belongs to the region, that of a tanh does not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 @dataclass
 class Output:
-    """Of torch's own collections it is none."""
+    """An output class that is not a torch collection."""
 
     hidden: Tensor
 
@@ -86,7 +86,7 @@ def residual(region: Region, x: Tensor) -> Tensor:
     return (y + passed).tanh()
 
 
-CASES: dict[str, tuple[Model, int, int]] = {  # with the sigmoids, and the tanhs, of its backward pass
+CASES: dict[str, tuple[Model, int, int]] = {  # with the sigmoids and tanhs of its backward pass
     "plain": (Model(lambda region, x: region(x.tanh()).tanh()), 2, 2),
     "views of the output": (Model(lambda region, x: region(x.tanh())[1:].t().tanh(), Region(lambda y: y[:3])), 2, 2),
     "an output that nobody uses": (Model(lambda region, x: region(x.tanh(), x)[0].tanh()), 2, 2),
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Model, int, int]] = {  # with the sigmoids, and the tanhs
     "in place on the output": (Model(lambda region, x: region(x.tanh()).mul_(3.0).tanh()), 2, 2),
     "in place on the input": (Model(in_place_on_input), 2, 2),
     "in place on a view of the output": (Model(in_place_on_view), 2, 2),
-    "in place inside, of a number it multiplies": (  # autograd copies the number first, by a node of its own
+    "in place inside, of a number it multiplies": (  # autograd first copies the number, by a separate node
         Model(lambda region, x: region(x.tanh()).tanh(), Region(lambda y: y.div_(y.sum(-1, keepdim=True)))), 2, 2,
     ),
     "a residual passed through": (Model(residual), 2, 3),

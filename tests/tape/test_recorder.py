@@ -1,4 +1,4 @@
-"""What a tape sees of a step: phases, directions, operators inside tensors around tensors; and their bytes."""
+"""A step on a tape: phases, directions, operators inside nested tensor classes; and their bytes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_of_a_tensor_around_others_the_operators_inside_are_seen() -> None:
 
 WIDE, HALF = torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.bfloat16)
 ROW, TABLE, ROWS = torch.zeros(8), torch.zeros(100, 8), torch.tensor([1, 2, 3])
-# An operator, what runs it, and the bytes that it reads and writes.
+# An operator, a call that runs it, and its bytes read and written.
 MOVED: dict[str, tuple[str, Callable[[], object], int, int]] = {
     "two tensors": ("add", lambda: WIDE + WIDE.clone(), 256, 128),
     "one tensor twice": ("mul", lambda: WIDE * WIDE, 128, 128),

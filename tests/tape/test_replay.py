@@ -19,7 +19,7 @@ from tests.pretended_device import run_pretended
 ROOM = 1 << 20
 
 
-# Opens a phase of a step of a test.
+# Opens a phase of a test's step.
 Mark = Callable[[str], AbstractContextManager[None]]
 Step = Callable[[Mark], object]
 
@@ -79,7 +79,7 @@ def random_numbers(mark: Mark) -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """A function whose backward is its own, in a phase of its own."""
+    """A function with a custom backward in a separate phase."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mark: Mark) -> Tensor:
@@ -104,7 +104,8 @@ def forward_and_backward(mark: Mark) -> None:
 
 
 def several_at_once(mark: Mark) -> None:
-    weights, gradients = ([torch.randn(5) for _ in range(3)] for _ in range(2))
+    weights = [torch.randn(5) for _ in range(3)]
+    gradients = [torch.randn(5) for _ in range(3)]
     with mark("gemm"):
         torch._foreach_mul_(weights, 0.5)
         torch._foreach_add_(weights, gradients, alpha=-0.1)
@@ -123,7 +124,7 @@ def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
     assert replay.differs() == ""
     replay.run(3)
     assert replay.differs() == "" and replay.lost() == ""
-    assert torch.equal(torch.get_rng_state(), state) == (step is not random_numbers)  # run() alone draws on
+    assert torch.equal(torch.get_rng_state(), state) == (step is not random_numbers)  # only run() draws on
     with replay.random_kept():
         state = torch.get_rng_state()
         replay.run(2)
@@ -131,7 +132,6 @@ def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
 
 
 def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
-    """The step's own tensors are not written to; what is written carries over from one replay to the next."""
     total = torch.zeros(3)
 
     def adds(mark: Mark) -> None:
@@ -148,7 +148,7 @@ def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
     assert total.tolist() == [1.0] * 3 and replay.calls[0].args[0].tolist() == [4.0] * 3
     replay.restore()
     assert replay.calls[0].args[0].tolist() == [0.0] * 3
-    replay = recorded(chained)  # as in the step, what no later operator is given is not held
+    replay = recorded(chained)  # as in the step, memory is freed after its last use
     assert [len(call.frees) for call in replay.calls] == [0, 1, 2] and replay.registers == 3
 
 

@@ -1,4 +1,4 @@
-"""The user's own modules and files: imported once, refused with their reason, told apart by their code."""
+"""Users' modules and files: imported once, refused with a reason, identified by their code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
 )
 @for_each("by_path", [True, False])
 def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: str, kind: str, by_path: bool) -> None:
-    name = f"fails_by_{kind}_{by_path}"  # of its own: what Python has read of a file it may know by its date
+    name = f"fails_by_{kind}_{by_path}"  # a separate file name, as Python caches files by date
     path = folder / f"{name}.py"
     path.write_text(content)
     word = str(path) if by_path else name
@@ -64,7 +64,7 @@ def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: s
 def test_a_module_that_does_not_exist_is_refused(word: str, tmp_path: Path) -> None:
     with pytest.raises(ImportFailed, match="importing"):
         import_user_modules([word])
-    (tmp_path / "folder.py").mkdir()  # it would else be an empty namespace
+    (tmp_path / "folder.py").mkdir()  # otherwise it would be an empty namespace package
     with pytest.raises(ImportFailed, match=r"folder\.py is a directory"):
         import_user_modules([str(tmp_path / "folder.py")])
 

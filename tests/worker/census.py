@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("torch_names.txt")
-# What a function that sets something is called. Everything public below torch.backends counts, whatever its name.
+# Prefixes of functions that set something. Everything public below torch.backends counts, whatever its name.
 _SETS = re.compile(r"(set|enable|disable|use|activate|allow|restore)(_|$)|\w+_enable$")
-# Of graphs, exports, quantised networks and several processes, none of which is measured; nor is what torch tests with.
+# Graphs, exports, quantised networks and distributed code, none of which is measured; and torch's testing modules.
 _ELSEWHERE = {
     "ao",
     "backends",
@@ -33,7 +33,7 @@ _IN_C = ("_C/__init__.pyi", "_C/_VariableFunctions.pyi")
 
 
 def census(torch: Path) -> set[str]:
-    """Returns the names that the source below a folder has; `torch` itself is among its parents."""
+    """The names that the source below a folder defines; their top package is `torch`."""
     backends = {path: ast.parse(path.read_text()) for path in _public((torch / "backends").rglob("*.py"), torch)}
     setters = {
         node.name: _written(node)
@@ -46,13 +46,13 @@ def census(torch: Path) -> set[str]:
         if path.relative_to(torch).parts[0] not in _ELSEWHERE:
             found |= {f"{_dotted(path, torch)}.{name}" for name in _functions(path) if _SETS.match(name)}
     found |= {f"torch.{name}" for place in _IN_C for name in _functions(torch / place) if _SETS.match(name)}
-    # Some of C's are in no stub, and are named where those are that cannot be overridden.
+    # Some C functions are in no stub, but named among those that cannot be overridden.
     found |= set(re.findall(r"torch\.set_\w+", (torch / "overrides.py").read_text()))
     return found
 
 
 def decided(version: str) -> dict[str, str]:
-    """Returns the table's names for a minor version, each with the heading that it stands under."""
+    """The table's names for a minor version, each with its heading."""
     known, heading = dict[str, str](), ""
     for line in filter(None, TABLE.read_text().splitlines()):
         if line.startswith("["):
@@ -62,7 +62,7 @@ def decided(version: str) -> dict[str, str]:
             for word in words:
                 name, _, some = word.rstrip(")").partition("(")
                 full = f"{place.rstrip(':')}.{name}" if place != ":" else name
-                assert full not in known, f"{full} stands in the table twice"
+                assert full not in known, f"{full}is twice in the table"
                 known[full] = heading if not some or version in some.split(",") else ""
     return {name: under for name, under in known.items() if under}
 
@@ -106,7 +106,7 @@ def _written(kind: ast.ClassDef) -> set[str]:
 
 
 def _of_backend(top: str, node: ast.AST, setters: dict[str, set[str]]) -> Iterator[str]:
-    """Returns a module's own names, and those of classes that take the place of their module."""
+    """A module's names, and those of classes that replace their module."""
     if isinstance(node, ast.Module):
         yield top
     for one in getattr(node, "body", []):

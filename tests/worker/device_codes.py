@@ -13,7 +13,7 @@ from fp8bench.worker.device_layout import DeviceLedger
 
 
 class RealCodes(Arithmetic):
-    """The hardware's own codes and scales in memory, multiplied as values: what a call makes meanwhile is aside."""
+    """The hardware's codes and scales in memory, multiplied as values: temporary memory of a call is not counted."""
 
     def __init__(self, inner: Arithmetic, ledger: DeviceLedger) -> None:
         vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})

@@ -67,8 +67,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 class Storages(TorchDispatchMode):
-    """Follows every storage that an operation takes or returns, until its end. What an operation allocates and frees
-    within itself is not seen."""
+    """Follows every storage that an operation takes or returns until it is freed.
+
+    Memory within an operation is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the last cache holds when a call begins, and the queue that calls go to: looked at by the step itself."""
+"""The last-level cache's contents when a call begins, and the queue of calls: checked by the step itself."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_rotating_states_take_turns_and_hot_and_cold_have_one(bench: Bench) -> N
     ("cache_bytes", "most", "states"),
     [
         (64 * KIB, 1000, 4),
-        (1 << 40, 1000, prepared.MOST_STATES),  # of small states as many as can be prepared in a while
-        (64, 1000, 2),  # of large ones two, or nothing would rotate
-        (64 * KIB, 1, 1),  # memory that ends leaves fewer
+        (1 << 40, 1000, prepared.MOST_STATES),  # small states: as many as can be prepared in the time
+        (64, 1000, 2),  # large states: two, otherwise nothing would rotate
+        (64 * KIB, 1, 1),  # out of memory leaves fewer
         (64 * KIB, 3, 3),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets so many seconds pass at once, by the clocks that time steps; the hardware's does not agree."""
+    """Advances the clocks that time steps by `seconds`; the hardware's clock does not agree."""
     ahead, seconds, nanoseconds = [0.0], time.perf_counter, time.perf_counter_ns
     monkeypatch.setattr(time, "perf_counter", lambda: seconds() + ahead[0])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: nanoseconds() + round(ahead[0] * 1e9))
@@ -156,8 +156,7 @@ def test_flushing_is_not_timed(
 
 
 class Queue(Device):
-    """A device whose work takes 50 us of its own time, and 200 us of the host's to be enqueued; times are the host's
-    clock."""
+    """A device whose work takes 50 us of device time and 200 us of host time to enqueue; times are the host's clock."""
 
     kind = "queue"
     last: ClassVar[Queue | None] = None
@@ -207,8 +206,10 @@ def timing(slot: RawSlot) -> Timing:
 
 
 def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
-    """Behind other work, calls take the device's own time, to the nanosecond; with an empty queue the host's. If the
-    host takes longer than the device, there is no verdict."""
+    """In a filled queue calls take the device's time, to the nanosecond; with an empty queue the host's.
+
+    If the host takes longer than the device, there is no verdict.
+    """
     bench.prepare("key", case(device="queue:0"), QUEUE)
     empty = bench.slot("key", 3, 0)
     filled = bench.slot("key", 3, 0, Filling(3, 60.0))
@@ -242,11 +243,11 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert stepped(bench, 2) == [0, 0]  # and steps are still steps
     assert len(graphs) == 1
     bench.release("key")
-    assert not graphs  # what was captured goes with the state, and its memory with it
+    assert not graphs  # captured graphs are freed with the state, and their memory too
 
 
 def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch steps each state once, and a step counts as their mean; not where all states stay in the cache."""
+    """One launch steps each state once, and a step counts as their mean; not if all states stay in the cache."""
 
     def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
         step()
@@ -268,7 +269,7 @@ def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest
 def test_fewer_steps_are_marked_where_stamps_take_more_than_their_share(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 50 us with two stamps in between: 0.5% are 125 ns a stamp."""
+    """Steps of 50 us with two stamps inside: 0.5% are 125 ns a stamp."""
 
     def step(self: Watched, state: Held, phase: Phases) -> None:
         with phase.gemm:
@@ -289,7 +290,7 @@ def test_fewer_steps_are_marked_where_stamps_take_more_than_their_share(
 
 
 def test_marks_share_stamps_in_suites_whose_launches_are_known(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device to which work is enqueued, and not where a suite of a user's may launch kernels by itself."""
+    """On a device with a work queue, but not if a user's suite may launch kernels itself."""
 
     def step(self: Watched, state: Held, phase: Phases) -> None:
         with phase.cast:
@@ -362,7 +363,7 @@ def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: py
     monkeypatch.setattr(Watched, "load", load)
     monkeypatch.setattr(Queue, "captured", captured)
     bench.prepare("key", case(device="queue:0"), QUEUE)
-    assert bench.capture("key") == "" and not loads  # a suite that does not say what it loads is not asked to
+    assert bench.capture("key") == "" and not loads  # a suite that does not declare its loads is not asked to
     monkeypatch.setattr(Watched, "loads", "its batches")
     Watched.steps.clear()
     assert bench.capture("key") == "" and loads == [0] and len(Watched.steps) == 2

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) -> tuple[int, object, int]:
-    """Returns the shape that won, its rate, and how many were tried."""
+    """The winning shape, its rate, and how many were tried."""
     shapes = {(size,): count for size, count in counts.items()}
     (size,), rate, tried = ceilings._best(shapes, lambda shape: partial(call, *shape), lambda: None, seconds)
     return size, pytest.approx(rate), tried

@@ -1,4 +1,7 @@
-"""Public names of torch that could be switches are watched, or left out for a reason; and what torch does not tell."""
+"""Public names of torch that could be switches are watched or excluded with a reason.
+
+And functions missing from torch's lists.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def test_every_name_of_the_installed_torch_is_decided() -> None:
     assert HERE in versions(), f"read torch {HERE} with python -m tests.worker.census, and decide on what is new"
     names, known = census(Path(torch.__file__).parent), decided(HERE)
     assert names - known.keys() == set(), f"decide on these in {TABLE.name}"
-    assert known.keys() - names == set(), f"torch {HERE} has these no longer: say so in {TABLE.name}"
-    # What the interpreter sees, too: C has functions of which no file speaks.
+    assert known.keys() - names == set(), f"torch {HERE}no longer has these: say so in{TABLE.name}"
+    # Includes what the interpreter sees: C has functions that no file mentions.
     assert {f"torch.{name}" for name in dir(torch) if name.startswith("set_")} <= known.keys()
 
 
@@ -44,7 +47,7 @@ def test_what_the_table_calls_watched_is_watched(version: str) -> None:
     assert table - watched == set()
     assert {name for name in watched if name in known} - table == set()
     assert watched - known.keys() <= {name for other in versions() for name in decided(other)}
-    headings = set(decided(version).values())  # what is left out has a reason
+    headings = set(decided(version).values())  # an exclusion has a reason
     assert {WATCHED, ON_A_GPU} < headings and all(len(heading.split()) > 1 for heading in headings - {WATCHED})
 
 
@@ -58,7 +61,7 @@ def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own optimizers ask for a GPU's stream. A regression: every step on the CPU failed by cuFFT's plans."""
+    """torch's optimizers query a GPU's stream. A regression: every CPU step failed because of cuFFT's plans."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
     plans = [switch for switch in torch_switches._gpus() if switch.name == "cuFFT's plans"]
@@ -85,7 +88,7 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks the file that the process has mapped, since the first of that name on a path may be another."""
+    """Queries the file mapped by the process, as another of that name may be first on the path."""
     library, maps = tmp_path / "libcublasLt.so.13", tmp_path / "maps"
     code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)

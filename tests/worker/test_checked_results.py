@@ -1,4 +1,4 @@
-"""What a workload's passes answer becomes plain values, or a sentence."""
+"""Answers of a workload's passes become plain values, or a message."""
 
 from __future__ import annotations
 

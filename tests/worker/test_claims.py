@@ -1,4 +1,4 @@
-"""Suites of a few lines that are not what they say, through a real worker: each is told, and what is honest is not."""
+"""Suites that do not compute what they declare, in a real worker: each is labelled, and honest ones are not."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Ru
         patch.setenv(VARIABLE, "measured")
         patch.setenv(TAPE, "recorded")
         patch.setattr(ceilings, "SECONDS", 1.5)
-        patch.setattr(ceilings, "RUNS", 3)  # one alone may fall into another program's turn
+        patch.setattr(ceilings, "RUNS", 3)  # one alone may coincide with another program's time slice
         asked = {"axes": (("how", HOWS),), "rounds": 8, "energy": False}
         with suite_run(tmp_path_factory, SUITE, "claims", ("fp32", *LOW), told, **asked) as run:
             yield run

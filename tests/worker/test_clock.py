@@ -14,9 +14,11 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, DeviceFacts, Scalar, Work
 from fp8bench.model.raw import Filling
+from fp8bench.model.readings import Reading
 from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions
+from fp8bench.worker import prepared as prepared_module
 from fp8bench.worker.clock import PhaseClock, calibrate, marks_of_step
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State
@@ -88,7 +90,7 @@ def two_phases(phase: Any) -> None:
 
 
 def test_a_phase_begins_at_the_stamp_of_the_one_before(clock: PhaseClock) -> None:
-    """Only in the places that were counted; a step with other marks ends the sharing for good."""
+    """Only at counted places; a step with other marks ends the sharing for good."""
     clock.share([CODE["cast"], ~CODE["cast"], CODE["gemm"], ~CODE["gemm"]], [2])
     for _ in range(2):
         clock.begin()
@@ -140,7 +142,7 @@ def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
 
 @for_each("closed", [("gemm",), ("cast", "cast"), ("cast", "gemm", "gemm")])
 def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tuple[str, ...]) -> None:
-    """As threads, generators and hooks do that keep a phase open beyond the phase around it."""
+    """As threads, generators and hooks do that keep a phase open beyond the surrounding phase."""
     clock.begin()
     clock.gemm.__enter__()
     clock.cast.__enter__()
@@ -255,8 +257,8 @@ class Moving(Workload):
 FILLING = Filling(4, 1e-3)
 
 
-def ready_to_move(share: float) -> Prepared:
-    device, stamper = Waiting(), HostStamper()
+def ready_to_move(share: float, device: Device | None = None) -> Prepared:
+    device, stamper = device or Waiting(), HostStamper()
     states = (State(share, None, FiniteState(None), ()),)
     return Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
 
@@ -270,6 +272,27 @@ def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, 
     assert wrong.startswith("its steps take another time than the phase clock has counted") if moved else not wrong
 
 
+class Late(Waiting):
+    """Notices 10 ms late that it is done."""
+
+    def synchronise(self, index: int) -> None:
+        time.sleep(10e-3)
+
+
+@for_each(("waited", "accused"), [(0.0, True), (20e-3, False)])
+def test_a_host_that_waits_for_a_core_is_not_a_step_that_lies(
+    waited: float, accused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot's end, which a machine with too much work notices late, is not accused for that."""
+    totals = count(0.0, waited)
+    read = {name: Reading(0.0, "", "test") for name in ("preemptions", "steal")}
+    monkeypatch.setattr(prepared_module, "counters", lambda: {**read, "waited": Reading(next(totals), "s", "test")})
+    prepared = ready_to_move(0.0, Late())
+    for _ in range(3):
+        prepared.slot(2, 0)
+    assert bool(prepared.check().wrong) is accused
+
+
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
 def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: bool) -> None:
     """A loaded machine lengthens two of the three slots of a short run."""
@@ -281,7 +304,7 @@ def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: b
 
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
 def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bool) -> None:
-    """Each asks the others before each slot, which all have to begin."""
+    """Each asks the others before each slot, which all must begin."""
     prepared, elsewhere = ready_to_move(moved), [True] * 4 + [False] * 99
     prepared.is_so_anywhere = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
@@ -355,7 +378,7 @@ except CannotReplay as why:
 
 @pytest.mark.slow
 def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
-    """On CUDA backward has a thread of its own, which sees no thread-local of the main one."""
+    """On CUDA backward has a separate thread, which does not see the main thread's thread-locals."""
     expected = codes(
         "unattributed",
         "elementwise",
@@ -371,7 +394,7 @@ def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> Non
     )
     *clocked, taped, recorded = run_pretended(DEVICE_THREAD)
     assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
-    # A tape sees that thread's operators, in the phases that were marked there, and that they are backward's.
-    # So does the recording of a phase, which keeps no such tensors.
+    # A tape sees that thread's operators, marked as backward, in that thread's phases. So does the recording of a
+    # phase, which refuses such tensors.
     assert recorded == "aten.mul.Tensor is given a Pretended, a kind of tensor of its own"
     assert taped.startswith("True") and taped.count("('gemm', False)") == taped.count("('gemm', True)") == 1

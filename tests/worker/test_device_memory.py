@@ -1,4 +1,4 @@
-"""What hardware would hold of an emulated step: by hand, and against the same step with the hardware's own codes."""
+"""Memory that hardware would need for an emulated step: by hand, and compared with a step on real codes."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Perceptron:
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Returns the bytes of E8M0 scales, one for 32 elements, in tiles of 128 rows and 4 scales."""
+    """The bytes of E8M0 scales, one per 32 elements, in tiles of 128 rows and 4 scales."""
     return -(-rows // 128) * 128 * -(-columns // 128) * 4
 
 
-# Bytes of the codes of an element, and of the scales of a matrix; with a scale a tensor both orientations have one.
+# Bytes of an element's codes, and of a matrix's scales; with one scale per tensor both orientations share it.
 LAYOUTS: Mapping[str, tuple[float, Callable[[int, int], int]]] = {
     "fp8-rowwise": (1, lambda rows, columns: 4 * rows),
     "fp8-block": (1, lambda rows, columns: 4 * rows * -(-columns // 128)),
@@ -65,11 +65,11 @@ LAYOUTS: Mapping[str, tuple[float, Callable[[int, int], int]]] = {
 
 
 def by_hand(code: float, scales: int) -> float:
-    """The highest point, in the backward pass of the upper product: its weight's gradient goes from bf16 to fp32.
+    """The peak is in the upper product's backward, when its weight gradient is converted from bf16 to fp32.
 
-    There are: both weights in fp32 with their momenta, and the batch; the output, and what backward began with; the
-    lower weight's gradient in fp32, the upper one's in both; the gradient of the hidden layer as it came, and its codes
-    in both orientations; the batch's turned codes, which forward kept.
+    It consists of both fp32 weights with momenta, and the batch; the output and its gradient; the lower weight's
+    gradient in fp32, the upper's in both; the hidden layer's gradient and its codes in both orientations; the batch's
+    transposed codes from forward.
     """
     weights, hidden, batch = WIDTH * HIDDEN, TOKENS * HIDDEN, TOKENS * WIDTH
     state = 2 * 4 * 2 * weights + 2 * batch
@@ -92,7 +92,7 @@ def test_a_perceptron_by_hand(precision: str, bench: Bench, script: Script) -> N
 
 
 def with_codes(bench: Bench, case: Case) -> int:
-    """Returns the peak of the same step with real codes in memory."""
+    """The peak of the same step with real codes in memory."""
     precision, device = precisions.get(case.precision), devices.get("cpu")
     meter, hardware = device.memory_meter(0), precision.laid_out(CPU)
     assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)
@@ -118,10 +118,10 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
     plan = make_plan(Request(suite, (precision,), ("cpu",), axes=axes), (CPU,))
     cases = [one for group in plan.groups for one in group.cases if one.case.precision == precision and not one.skip]
     for case in (planned.case for planned in cases):
-        with_codes(bench, case)  # what is made once a process is there by then
+        with_codes(bench, case)  # one-time allocations of the process exist by then
         figures = []
         for counted in (with_codes, derived):
-            rotations._matrix.cache_clear()  # a matrix that a state makes is part of it
+            rotations._matrix.cache_clear()  # a matrix that a state creates is part of it
             figures.append(counted(bench, case))
         assert figures[0] == figures[1], case
 
@@ -146,7 +146,7 @@ def test_where_it_cannot_be_measured_there_is_a_reason(suite: str, precision: st
 @for_each(
     ("step", "why"),
     [
-        # An operand that is none of a cast's is turned.
+        # An operand that did not come from a cast is transposed.
         (lambda setup, x: setup.arithmetic.turn(Operand(x.clone()), x, Role.WEIGHT), "came from somewhere else"),
         (lambda setup, x: x.clone(), "no cast was seen"),
     ],
@@ -183,4 +183,4 @@ def test_a_stretch(events: list[Event], peak: int) -> None:
     stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), EmulationEnd()])
     assert stretch is not None and stretch.on_device == peak
     silent = course([Sized(7, 100), Begun("gemm")])
-    assert silent is not None and silent.on_device is None, "without notes there is none"
+    assert silent is not None and silent.on_device is None, "without notes there are zero bytes"

@@ -1,4 +1,4 @@
-"""Precisions of a few lines that do not compute in what they promise, through a real worker: each is told."""
+"""Short precisions that do not compute what they promise, through a real worker: each is labelled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.own_suites import suite_run
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
-# All claim to be fp8 with a scale a tensor. The native ones say that torch's kernels on this processor are hardware.
+# All claim to be fp8 with one scale per tensor. The native ones claim that torch's CPU kernels are hardware.
 PRECISIONS = """
 import torch
 
@@ -75,7 +75,7 @@ promise("copies-native", native, ScaledArithmetic, product=restored)
 promise("pretends-emulated", emulated, RecipeArithmetic, operand=remembers, product=pretends)
 """
 HONEST = ("honest-native", "honest-emulated", "copies-emulated")
-# What is said of each.
+# The label of each.
 FALLBACKS = {
     "leaves-native": "1 product, of bfloat16: none has an operand of leaves-native's formats",
     "leaves-emulated": "1 product, of bfloat16: none has an operand of leaves-emulated's formats",

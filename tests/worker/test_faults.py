@@ -1,6 +1,6 @@
-"""What faults of a GPU leave behind, planted in a device of a suite's own.
+"""The effects of GPU faults, planted in a suite's device.
 
-Some words about memory mean a broken context, some errors come late, and some only a new process gets rid of.
+Some memory messages mean a broken context, some errors arrive late, and some need a new process.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_each_fault_ends_its_case_alone_with_its_reason(file: Path, tmp_path: Pa
     assert of("exhausted").reason == OUT_OF_MEMORY
     assert of("late").reason == "no numerical error: AcceleratorError: CUDA error: misaligned address"
     assert of("reads").status is Status.OK and "no numerical error: OutOfMemoryError" in of("reads").detail
-    # Gone in the middle of a run: what struck first says so, and nothing is tried after it.
+    # Lost in the middle of a run: the first error names it, and nothing more is tried.
     assert "unspecified launch failure" in of("goes").reason
     lost = "planted:0 does not answer a fresh process either: AcceleratorError: CUDA error: no CUDA-capable device is"
     assert of("goes", "fp32").reason.startswith(lost)

@@ -24,7 +24,7 @@ from tests.counts import for_each
 from tests.fakes import CPU, FakeWorker, Fault, Listener, Script, by_mode, group, planned
 
 GEMM = (("m", 16), ("n", 16), ("k", 16), ("product", "forward"), ("operands", "cast"))
-# Elements alone: one kernel, the smallest that there is.
+# Elementwise: one kernel, the smallest possible.
 MODE = "custom:scaling=none"
 
 
@@ -71,7 +71,7 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
 
 
 def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The untimed step runs again all the same, so that first calls are not timed."""
+    """The untimed step runs again, so that first calls are not timed."""
     monkeypatch.setattr(operators, "compile_kernel", broken)
     prepare(bench)
     steps, workload = [], bench._prepared["key"].workload
@@ -79,7 +79,7 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
         patch.setattr(workload, "step", lambda state, phase: steps.append((type(phase), held_by_itself())))
         bench.compile_quantisers("key")
     ((phases, left),) = steps
-    assert phases is SilentPhases and left() is None  # nothing is collected while a slot is timed
+    assert phases is SilentPhases and left() is None  # no garbage collection while a slot is timed
     assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
     slot = bench.slot("key", 1, 0)
     assert (slot.eager_quantisers, slot.fused_quantisers) == (2, 0)
@@ -117,7 +117,7 @@ def told(records: Mapping[str, Record]) -> dict[str, tuple[str, bool]]:
 
 
 def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
-    """Once for each mode; --case-timeout does not cut it short."""
+    """Once per mode; --case-timeout does not shorten it."""
     listener = Listener()
     scripts = {"mxfp8": Script(quantisers=[2]), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, Quantisers(), listener=listener)
@@ -137,7 +137,7 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
 
 
 def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_to_an_end() -> None:
-    """The first step finds its scales, the next ones remember them with another kernel."""
+    """The first step computes scales, later ones update their history with another kernel."""
     records, worker = measure({"mxfp8": Script(quantisers=[1, 1])}, Quantisers(), CASES[0], CASES[1])
     assert told(records)["mxfp8"] == ("", True)
     assert [entry[2] for entry in worker.log if entry[0] == "compile"] == [1, 1]

@@ -1,4 +1,4 @@
-"""What a state is given, and references that are handicapped, through a real worker; what is honest has no label."""
+"""States with different inputs and handicapped references, through a real worker; honest ones have no label."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_handicap_is_labelled(how: str, found: dict[tuple[str, str], Finding])
     label, why = (SOFT | HARD)[how]
     (own, reason), *others = told(finding)
     assert own is label and reason.startswith(why)
-    assert not others or how == "subnormal"  # whose results are subnormal, too
+    assert not others or how == "subnormal"  # whose results are subnormal too
     assert (label in finding.hard) == (how in HARD) and (finding.verdict is Verdict.UNSURE or how in SOFT)
 
 
@@ -107,7 +107,7 @@ def summed(state: Any, step: Any = lambda: None) -> tuple[GivenTensors, ...]:
 
 
 def test_what_a_step_writes_is_not_given_to_it() -> None:
-    """Unless it is trained; unwritten memory may hold anything."""
+    """Unless it is trained; uninitialised memory may hold anything."""
     x, y, room, weight = torch.ones(4, 4), torch.ones(2, 2), torch.empty(8), torch.nn.Parameter(torch.ones(1, 9))
     weight.grad = torch.ones(1, 9)
 

@@ -1,4 +1,4 @@
-"""What a partner says first, and which partners are refused."""
+"""A partner's first message, and which partners are refused."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from fp8bench.worker.main import handshake
 from tests.counts import for_each
 
 PACKAGE = Path(fp8bench.__file__).resolve().parent
-# What protocol 5 stands for: the arguments of requests and the fields of values that must be given. Others may come,
-# with defaults. Whoever changes these lines raises PROTOCOL too.
-# Protocol 4: states are prepared as the case's `cache` says, and a slot may be given a queue to fill.
-# Protocol 5: there is another phase, and codes of phases are places in their list.
+# The contents of protocol 5: required arguments of requests and fields of values. Others may be added with defaults. A
+# change of these lines must raise PROTOCOL. Protocol 4: states follow the case's `cache`, and a slot may have a queue
+# to fill. Protocol 5: there is another phase, and codes of phases are indices in their list.
 REQUESTS = {
     "probe": (), "software": (), "versions": ("suites",), "modules_under": ("folder",),
     "prepare": ("key", "case", "facts"), "calibrate": ("case", "facts"), "quantisers": (),
@@ -43,7 +42,7 @@ VALUES: dict[type, tuple[str, ...]] = {
 
 
 def test_the_protocol_stands_for_what_it_stood_for() -> None:
-    """An older worker gets requests that it knows, and answers with values that a newer parent understands."""
+    """An older worker understands all requests, and a newer parent all answers."""
     assert PROTOCOL == 5
     for name, wanted in REQUESTS.items():
         signature = inspect.signature(getattr(Bench, name))
@@ -77,7 +76,7 @@ def test_refusals_are_sentences(said: partner.Handshake, sentence: str) -> None:
 
 
 def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
-    """Returns a copy of fp8bench with a replacement in one file."""
+    """A copy of fp8bench with a replacement in one file."""
 
     def start(folder: Path) -> Start:
         shutil.copytree(PACKAGE, folder / "fp8bench", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Processes that a workload has left behind are ended, and told with the case that left them."""
+"""Processes that a workload left behind are ended, and reported with their case."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class Parent(Workload):
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Returns the file; what it starts notes its process id in a folder beside it."""
+    """The suite's file; the processes it starts write their ids into a folder next to it."""
     path = tmp_path / "starts_processes.py"
     path.write_text(SUITE)
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("ENDING", "0.3")
-    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # put back after the suite has set it in this process
+    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # restored after the suite has set it in this process
     with forgotten(tmp_path):
         yield str(path)
 
@@ -139,7 +139,7 @@ def case(where: str, how: str) -> Case:
 @pytest.mark.parametrize(
     ("kind", "how", "words"),
     [
-        (ProcessWorker, "orphan", "worker"),  # a child of a child, in a session of its own
+        (ProcessWorker, "orphan", "worker"),  # a grandchild in a separate session
         (LocalWorker, "child", "sleep 600"),
         pytest.param(ProcessWorker, "child", "sleep 600", marks=pytest.mark.nightly),
         pytest.param(ProcessWorker, "fork", "worker", marks=pytest.mark.slow),
@@ -173,7 +173,7 @@ def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, 
 
 @pytest.mark.slow
 def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of Inductor's pool do not carry its name; another pool of the same kind is somebody's."""
+    """Inductor's pool threads do not carry its name; another pool of the same class is not torch's."""
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)

@@ -458,7 +458,7 @@ class Lying(Workload):
         return answer
 """
 MISMATCH, HANDICAP = Label.WORK_MISMATCH, Label.HANDICAP
-# What each lie is called; None where the case fails.
+# Each lie's label; None if the case fails.
 LIES: dict[str, Label | None] = {
     **dict.fromkeys(("slot_above", "slot_below_no_look", "back_to_back", "late", "until_checked"), MISMATCH),
     **dict.fromkeys(("most_calls", "always", "at_random"), MISMATCH),
@@ -498,8 +498,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def labels_of(run: Run, how: str) -> dict[str, dict[Label, str] | None]:
-    """Returns by precision the labels that say that it is another thing than its name, with reasons; None if it
-    failed."""
+    """Labels by precision that deny what a case claims to be, with reasons; None if it failed."""
     found = findings(run)
     return {
         record.case.precision: {

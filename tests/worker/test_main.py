@@ -57,11 +57,11 @@ HAZARDS = (
     "weaver",
     "shy",
 )
-# Measured each time, in one run; the others, in another, where slow tests are asked for: most cost a worker.
+# Always measured, in one run; the others in a slow test's run, as most cost a worker.
 SAMPLE = ("none", "raise", "exit", "hang", "nan", "shy", "widow")
 HARMLESS = ("none", "fork", "pool", "shy")
 RAISING = ("raise", "memory", "talk", "write", "thread", "dtype", "grad", "words", "weaver")
-# The worker ends, or its answer cannot be read: nobody says what raised.
+# The worker ends, or its answer cannot be read: the exception is unknown.
 LOST = ("exit", "segv", "kill", "signal", "hang", "stale", "garbage", "tensor", "widower", "widow")
 PACKAGE = str(Path(handle.__file__).resolve().parents[2])
 WORKLOAD = """
@@ -224,7 +224,7 @@ def request_for(hazard: str, *how: str, isolation: bool = True, dtypes: tuple[st
 
 
 def short_for_the_hang(worker: ProcessWorker, limit: float, name: str, *arguments: Any) -> Any:
-    """A hang gets three seconds; any other request the usual time, as a busy machine may stop a process that long."""
+    """A hang gets three seconds; other requests the default time, as a busy machine may stop a process for so long."""
     hangs = name == "slot" and "how=hang" in arguments[0] and "bf16" in arguments[0]
     return ask(worker, 3.0 if hangs else limit, name, *arguments)
 
@@ -234,7 +234,7 @@ ask = ProcessWorker.ask
 
 @pytest.fixture(scope="module")
 def run_with(hazard: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Returns the run of a hazard."""
+    """The run of a hazard."""
 
     @cache
     def measured(*how: str) -> Run:
@@ -373,16 +373,16 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
 @for_each(
     ("script", "starts", "words"),
     [
-        # A broken interpreter: its last words, and no hang.
+        # A broken interpreter: its last output, and no hang.
         ("#!/bin/sh\necho no such luck >&2\nexit 7\n", True, "during 'open': it exited with status 7: no such luck"),
-        ("", True, "the worker could not be started .*No such file"),  # no Python there
-        ("#!/bin/sh\n", False, "the worker could not be started .*unavailable"),  # no process left to be had
+        ("", True, "the worker could not be started .*No such file"),  # not a Python
+        ("#!/bin/sh\n", False, "the worker could not be started .*unavailable"),  # no process available
     ],
 )
 def test_a_worker_that_cannot_start(
     script: str, starts: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Releasing what a worker holds starts none."""
+    """Releasing a worker's states starts none."""
 
     def full(*arguments: object, **options: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -429,7 +429,7 @@ def gone(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], limit: float) -> None:
-    """Fails the test if it does not hold within so many seconds."""
+    """Fails the test if the condition does not hold within `limit` seconds."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit, f"waited {limit} s in vain"
@@ -438,7 +438,7 @@ def wait_for(condition: Callable[[], bool], limit: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@for_each("how", ["none", "hold", "sleeper"])  # idle, holding the lock, asleep in a step with a process of its own
+@for_each("how", ["none", "hold", "sleeper"])  # idle, holding the lock, asleep in a step with a child process
 def test_a_worker_ends_with_its_parent(hazard: str, tmp_path: Path, how: str) -> None:
     busy, sleeper = tmp_path / "busy", tmp_path / "sleeper"
     environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy), "SLEEPER": str(sleeper)}
@@ -453,7 +453,7 @@ def test_a_worker_ends_with_its_parent(hazard: str, tmp_path: Path, how: str) ->
         parent.kill()
         parent.wait()
         try:
-            wait_for(lambda: all(map(gone, pids)), 40.0)  # by themselves they would go on for 60
+            wait_for(lambda: all(map(gone, pids)), 40.0)  # by themselves they would continue for 60 s
         finally:
             for number in pids:
                 if not gone(number):
@@ -476,7 +476,7 @@ def test_what_a_workload_has_started_ends_with_its_worker(
         pid = int(sleeper.read_text())
         assert not gone(pid)
         end(worker)
-        wait_for(lambda: gone(pid), 40)  # by itself it would go on for 60
+        wait_for(lambda: gone(pid), 40)  # by itself it would continue for 60 s
 
 
 class Interrupting(SilentObserver):
@@ -493,7 +493,7 @@ def test_without_isolation_failures_are_records_and_interrupts_keep_what_was_don
     run = pipeline.execute(request, tmp_path / "interrupted", Interrupting(), "a test")
     assert not run.finished
     assert [record.case.param("how") for record in run.records] == ["none", "none"]
-    assert encode(load_run(Path(run.path))) == encode(run)  # by their texts: one number is NaN on purpose
+    assert encode(load_run(Path(run.path))) == encode(run)  # by their texts, as one number is deliberately NaN
     run = pipeline.execute(request, tmp_path / "whole", SilentObserver(), "")
     assert run.finished and not run.ok
     assert record_of(run, "raise", "bf16").reason == "ZeroDivisionError: division by zero"
@@ -532,13 +532,13 @@ THOUSAND = Work(flops=1e12)
         (Limits().slot(2.9, 1), 60.0),
         (Limits().slot(3.1, 1), 62.0),  # twenty steps
         (Limits().slot(0.5, 10), 100.0),
-        # A step that nobody has timed is given time for its FLOPs, at five GFLOP/s, which any device reaches.
+        # An untimed step gets time for its FLOPs at five GFLOP/s, which any device reaches.
         (Limits().first(Work()), 60.0),
         (Limits().first(Work(flops=1e9)), 60.0),
         (Limits().first(THOUSAND), 200.0),
         (Limits().first(Work(setup_seconds=100)), 160.0),
         (Limits().numbers(THOUSAND), 800.0),
-        # What the user gave counts for every request.
+        # The user's limit applies to every request.
         (Limits(2.5).first(THOUSAND), 2.5),
         (Limits(2.5).slot(100.0, 9), 2.5),
         (Limits(2.5).numbers(Work()), 2.5),

@@ -1,4 +1,4 @@
-"""What a step's memory is made of: on a network small enough to count by hand, in every suite, and by a second way."""
+"""Roles of a step's memory: in a network counted by hand, in every suite, and by a second method."""
 
 from __future__ import annotations
 
@@ -73,9 +73,11 @@ def first_of(name: str, precision: str) -> PlannedCase:
 
 
 def test_a_network_of_two_layers(bench: Bench, script: Script) -> None:
-    """The highest point is in ReLU's backward. There: weights and momentum; the input; what ReLU keeps, and the output;
-    the gradient that comes in, the one of what ReLU gave, the one that it makes, and that of the second weight. In the
-    optimiser's phase both weights have gradients, and nothing else but the state is left."""
+    """The peak is in ReLU's backward: weights and momentum; the input; ReLU's saved output, and the output.
+
+    The incoming gradient, ReLU's output gradient, its input gradient, and that of the second weight. In the optimizer's
+    phase both weights have gradients, and only the state remains besides.
+    """
     use = measured(bench, script(Network))
     weights = 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
     layer, output, second = 4 * TOKENS * HIDDEN, 4 * TOKENS * OUT, 4 * HIDDEN * OUT
@@ -95,7 +97,7 @@ def test_a_network_of_two_layers(bench: Bench, script: Script) -> None:
 
 
 class Casting:
-    """A product with its casts, which does not say what its tensors are for."""
+    """A product with its casts that does not declare its tensors' roles."""
 
     def __init__(self, setup: Setup) -> None:
         self.arithmetic = setup.arithmetic
@@ -117,7 +119,7 @@ def test_what_is_cast_says_what_it_is(bench: Bench, script: Script) -> None:
 
 
 class Bare:
-    """A user's suite that knows nothing of fp8bench: a model, its optimiser, no phases."""
+    """A user's suite independent of fp8bench: a model, its optimizer, no phases."""
 
     def __init__(self, setup: Setup) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -169,10 +171,10 @@ SMALL: dict[str, Mapping[str, str]] = {
     "vision": {"model": "resnet", "layout": "channels_last", "batch": "2", "image": "16", "width": "32"},
     "numerics": {"tensor": "outliers", "rows": "64", "columns": "64"},
 }
-# Their weights travel converted.
+# Their weights are sent converted.
 CONVERTED = ("mlp", "transformer", "conv")
 TRAINED = {"weights", "gradients", "activations"}
-# What must be there at the highest point in fp32, at the least.
+# Minimum contents at the peak in fp32.
 EXPECTED = {
     "gemm": {"weights", "activations"}, "mlp": TRAINED, "moe": TRAINED, "norm_act": {"activations"},
     "diffusion": TRAINED, "accumulate": {"gradients"},
@@ -239,7 +241,7 @@ def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, sc
 
 
 def second_witness(case: Case) -> int:
-    """Returns the most bytes that storages hold at once within the second step of a new state."""
+    """The most bytes that storages hold at once within the second step of a new state."""
     workload = workloads.get(case.workload)
     with precisions.get(case.precision).scope(), Storages() as storages:
         state = workload.prepare(setup_of(case))
@@ -258,7 +260,7 @@ def test_it_agrees_with_a_second_way_of_counting_and_a_product_with_a_count_by_h
 
 
 def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, script: Script) -> None:
-    """A cycle is freed when it is collected by hand, not by chance."""
+    """A cycle is freed by explicit collection instead of by chance."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def prepare(setup: Setup) -> list[Any]:

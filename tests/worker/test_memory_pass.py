@@ -1,4 +1,4 @@
-"""What memory is for, growth that goes on, and arithmetics that tell of their casts."""
+"""Roles of memory, continuous growth, and arithmetics that report their casts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NEW = HeldBlock(1, 10, "gemm")
         (OLD, {1: R.WEIGHTS}, {1: R.WEIGHTS}, R.WEIGHTS),
         (OLD, {1: None}, {1: None}, R.OTHER),
         (OLD, {}, {}, R.OTHER),
-        (HeldBlock(1, 10), {1: R.OPTIMIZER}, {}, R.OPTIMIZER),  # it went in the step
-        (HeldBlock(1, 10), {}, {1: R.OPTIMIZER}, R.OTHER),  # another one lies there now
-        (HeldBlock(1, 10, "cast"), {1: R.OPTIMIZER}, {}, R.WORKSPACE),  # another one lay there before
+        (HeldBlock(1, 10), {1: R.OPTIMIZER}, {}, R.OPTIMIZER),  # freed in the step
+        (HeldBlock(1, 10), {}, {1: R.OPTIMIZER}, R.OTHER),  # another tensor is there now
+        (HeldBlock(1, 10, "cast"), {1: R.OPTIMIZER}, {}, R.WORKSPACE),  # another tensor was there before
         (HeldBlock(1, 10, "cast", lasting=True), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
         (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {1: None}, {1: None}, R.LOW_WEIGHTS),
         (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
         (HeldBlock(1, 10, lasting=True, said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),
-        (HeldBlock(1, 10, "cast", said=(R.WEIGHTS,)), {}, {}, R.WORKSPACE),  # restored, to be cast again
+        (HeldBlock(1, 10, "cast", said=(R.WEIGHTS,)), {}, {}, R.WORKSPACE),  # restored to be cast again
         (HeldBlock(1, 10, "communication", said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),  # gathered for a step
         (HeldBlock(1, 10, "gemm", said=(R.ACTIVATIONS, R.LOW_WEIGHTS)), {}, {}, R.LOW_WEIGHTS),
         (HeldBlock(1, 10, "data_load", awaited=True, said=(R.ACTIVATIONS,)), {}, {}, R.DATA),
@@ -51,7 +51,7 @@ NEW = HeldBlock(1, 10, "gemm")
     ],
 )
 def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
-    """Addresses are used again, and count only for what lay there at the time."""
+    """Addresses are reused, and refer only to the tensor there at the time."""
     assert role_of(block, before, after) is role
 
 

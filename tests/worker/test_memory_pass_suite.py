@@ -19,7 +19,7 @@ from tests.fakes import GPU, FakeWorker, Fault, Script, planned
 
 
 class Driver(Looks):
-    """A driver that counts the memory of processes, or says why not; it notes which states still existed."""
+    """A driver that counts process memory, or gives a reason; it records which states still exist."""
 
     def __init__(self, worker: FakeWorker, read: Read) -> None:
         self.worker, self.read = worker, read
@@ -64,8 +64,8 @@ def test_the_driver_is_asked_while_the_state_is_there() -> None:
             MemoryUse(7, why="no memory of the process: NVML does not list it"),
             1,
         ),
-        (7, None, MemoryUse(7), 0),  # a processor has no driver: nobody is asked, and nothing is kept
-        (None, Reading(99, "B", "NVML"), None, 0),  # a device that cannot count is a reason, too
+        (7, None, MemoryUse(7), 0),  # a CPU has no driver, so there is no request and no measurement
+        (None, Reading(99, "B", "NVML"), None, 0),  # a device that cannot count is a reason too
     ],
 )
 def test_who_cannot_say_is_a_reason(peak: int | None, read: Read | None, memory: MemoryUse | None, asked: int) -> None:

@@ -33,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(setup: Setup) -> dict[str, str]:
-    """Holds every phase that a case's steps have, and repeats it; returns why some cannot be held."""
+    """Holds every phase of a case's steps and replays it; returns the reasons where impossible."""
     workload, cpu, whys = workloads.get(setup.case.workload), devices.get("cpu"), {}
     state = workload.prepare(setup)
     for phase in dict.fromkeys(marks(workload, state, 2)):

@@ -1,4 +1,4 @@
-"""What ranks of one machine share: a start line, rounds, a launcher; and whose process is connected."""
+"""Shared facilities of ranks on one machine: a barrier, rounds, a launcher; and checking a peer's process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.fakes import CPU
 
 
 def test_no_rank_begins_before_all_have_come(tmp_path: Path) -> None:
-    """Three ranks meet 50 times: when one goes on, all have come as often, and none once more."""
+    """Three ranks meet 50 times: when one continues, all have arrived equally often."""
     lines = [StartLine(tmp_path, rank, 3, 240.0) for rank in range(3)]
     come, wrong = [0, 0, 0], list[tuple[int, ...]]()
 
@@ -92,13 +92,13 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
 
 
 def test_the_launcher_is_waited_for(tmp_path: Path) -> None:
-    """If it were killed at once, nobody would reap its ranks."""
+    """If it were killed at once, its ranks would never be reaped."""
     (folder := tmp_path / "launch").mkdir()
     with subprocess.Popen(("sleep", "0.5")) as launcher:
         waiting = threading.Thread(target=launcher.wait)
         waiting.start()
         _end_all(str(folder), launcher.pid)
-        waiting.join()  # the number is gone a moment before Popen has its exit code
+        waiting.join()  # the number disappears a moment before Popen has its exit code
     assert launcher.returncode == 0 and not folder.exists()
 
 
@@ -120,7 +120,7 @@ def test_own_processes_alone_may_be_connected(accepted: socket.socket, monkeypat
     monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
     with pytest.raises(PermissionError, match=rf"another user \(number {ours}\) has connected to this rank"):
         refuse_strangers()
-    accepted.close()  # whoever has gone sends nothing
+    accepted.close()  # a closed peer sends nothing
     refuse_strangers()
 
 
@@ -136,7 +136,7 @@ def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch:
         descriptor, address = door.fileno(), door.getsockname()
         other = subprocess.Popen([sys.executable, "-c", accepts, str(descriptor)], pass_fds=(descriptor,))
     with other, socket.create_connection(address) as opened:
-        assert opened.recv(8) == b"accepted"  # until then nobody holds the other end
+        assert opened.recv(8) == b"accepted"  # until then the other end is closed
         ours = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
         refuse_strangers()

@@ -1,4 +1,4 @@
-"""What a state holds, and what for; what steps have spoilt of it, and what was not finite from the start."""
+"""A state's tensors with their roles; values that steps have spoilt, and those not finite from the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.counts import for_each
 
 
 def role(found: Any, tensor: Tensor) -> object:
-    """Returns the role of a tensor, 'unheld' if the state does not hold it."""
+    """The role of a tensor, 'unheld' if the state does not hold it."""
     return found.get(tensor.untyped_storage().data_ptr(), "unheld")
 
 
@@ -100,7 +100,7 @@ def test_what_modules_and_optimisers_hold_is_known() -> None:
         assert role(found, moments["exp_avg"]) is role(found, moments["exp_avg_sq"]) is MemoryRole.OPTIMIZER
     assert role(found, model[1].running_mean) is None and role(found, x) is None
     assert role(state_tensors(optimizer), model[0].weight) is MemoryRole.WEIGHTS
-    trained = torch.empty(3, requires_grad=True)  # without a module around it; what is computed from it is none
+    trained = torch.empty(3, requires_grad=True)  # outside any module; tensors computed from it do not count
     computed = trained * 2
     found = state_tensors((trained, computed))
     assert role(found, trained) is MemoryRole.WEIGHTS and role(found, computed) is None
@@ -108,7 +108,7 @@ def test_what_modules_and_optimisers_hold_is_known() -> None:
 
 @dataclass
 class Holder:
-    """A state that says what it holds."""
+    """A state that declares its tensors."""
 
     said: Any
     more: list[object] = field(default_factory=list)
@@ -127,7 +127,7 @@ def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> 
 
 
 def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None:
-    """DTensor names its device mesh among what it wraps."""
+    """DTensor lists its device mesh among the wrapped parts."""
 
     class Spread(torch.nn.Parameter):
         def __tensor_flatten__(self) -> tuple[list[str], object]:
@@ -213,7 +213,7 @@ def test_what_was_not_finite_from_the_start_is_an_input(how: str) -> None:
 
 
 def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither as finite nor as lost: what nobody saw before the steps does not count."""
+    """Neither as finite nor as lost: tensors unchecked before the steps do not count."""
     state = State(x=torch.ones(3), scratch=torch.full((8,), torch.nan))
     monkeypatch.setattr(finite, "SECONDS", -1.0)
     known = FiniteState(state)

@@ -1,4 +1,4 @@
-"""Scales from data in the worker: found once, on a state of their own, for everything that is asked of a case."""
+"""Static scales in the worker: found once from data, on a separate state, for all requests of a case."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recording(RecipeArithmetic):
 
 
 def recorded(bench: Bench, case: Case, steps: int) -> dict[tuple[str, str], float]:
-    """Returns the largest magnitudes of some steps with current scales, by layer and role."""
+    """The largest magnitudes of some steps with current scales, by layer and role."""
     setup = bench._setup(replace(case, static=None), CPU)
     assert isinstance(setup.arithmetic, RecipeArithmetic)
     recording = Recording(setup.arithmetic.recipe)
@@ -59,7 +59,7 @@ def recorded(bench: Bench, case: Case, steps: int) -> dict[tuple[str, str], floa
 
 
 def kept(bench: Bench, case: Case, slots: int = 1) -> tuple[LayerScale, ...]:
-    """Returns the scales of a state after preparing it, which takes a step, and some steps more."""
+    """The scales of a state after preparing it, which takes a step, and some more steps."""
     bench.prepare("one", case, CPU)
     try:
         for _ in range(slots):
@@ -82,7 +82,7 @@ def test_scales_come_from_the_largest_magnitudes_of_so_many_steps(bench: Bench) 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Records, for each state of a transformer that is prepared, whether its scales are being found."""
+    """Records, for each prepared transformer state, whether its scales are being found."""
     seen: list[bool] = []
     transformer = type(workloads.get("transformer"))
     prepare = transformer.prepare
@@ -114,7 +114,7 @@ def test_errors_are_those_of_the_scales_from_data(bench: Bench) -> None:
 
 
 def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
-    """The step of preparing counts: of 7 steps the 3rd and the 6th are watched."""
+    """The preparing step counts: of 7 steps the 3rd and the 6th are watched."""
     found = kept(bench, case_of(refresh_scales=3), slots=6)
     assert {scale.renewals for scale in found} == {2}
     plain = {(scale.layer, scale.role): scale.amax for scale in kept(bench, case_of())}
@@ -122,7 +122,7 @@ def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
 
 
 def test_a_bound_renews_what_saturates_alone(bench: Bench) -> None:
-    """With no tolerance: some tensors exceed what was found, others never do."""
+    """Without tolerance: some tensors exceed their scale, others never do."""
     found = kept(bench, case_of(saturation_bound=0.0), slots=4)
     assert any(scale.renewals for scale in found) and not all(scale.renewals for scale in found)
     loose = kept(bench, case_of(saturation_bound=99.0), slots=4)

@@ -1,4 +1,4 @@
-"""What steps ask of allocators, and what the system counts, against independent counts."""
+"""Steps' allocator requests and system counters, compared with independent counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8bench.worker.bench import Bench
 from tests.workloads.steps import CPU, SMALL, small
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the probe is Linux's")
-# In a process of its own: what it does is known call by call, through ctypes, which allocates nothing meanwhile.
+# In a separate process: its calls are known exactly, through ctypes, which allocates nothing in between.
 BY_HAND = """
 import ctypes
 own = ctypes.CDLL(None)
@@ -94,11 +94,10 @@ def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping
 @pytest.mark.slow
 @LINUX
 def test_a_real_worker_counts_a_casts_bytes() -> None:
-    """A step allocates its result: as many bytes as torch's profiler reports, and a few more for the objects around
-    it."""
+    """A step allocates its result: as many bytes as torch's profiler reports, and a few more for wrapper objects."""
     case = Case("cast", tuple({**SMALL["cast"], "rows": 512, "columns": 1024}.items()), "bf16", "cpu")
     with counting_worker(Settings()) as worker:
-        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is asked
+        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is read
         found, whys = worker.within(120).counters(case, CPU, worker.why)
     whole, cast = figures(found), figures(found, "cast")
     image = 512 * 1024 * 2
@@ -115,7 +114,7 @@ def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
 
     def read() -> tuple[float]:
         nonlocal count
-        count += 1000  # a dear reading
+        count += 1000  # an expensive reading
         return (float(count),)
 
     def step(phases: Phases) -> None:
@@ -191,7 +190,7 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
-    """If the kernel takes the request and does nothing, or does not take it."""
+    """Whether the kernel accepts the request without effect, or rejects it."""
     proc = fake(tmp_path / "a")
     stayed = host.reset_high_water(proc)
     assert isinstance(stayed, Unavailable) and "the peak stayed at 2048000 B" in stayed.reason

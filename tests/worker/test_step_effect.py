@@ -1,5 +1,7 @@
-"""Steps that do no work are told from honest ones, or left undecided; and scripted timed slots are compared with
-counted ones."""
+"""Steps that do no work are distinguished from honest ones, or left undecided.
+
+And scripted timed slots are compared with counted ones.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def memoised(state: State, phase: Phases) -> Any:
 
 
 def versioned(state: State, phase: Phases) -> Any:
-    """Caches as sound caches do: until somebody writes to the inputs."""
+    """Caches correctly: until the inputs are written to."""
     key = (id(state.x), state.x.data_ptr(), state.x._version, state.w._version)
     if key not in state.cache:
         state.cache[key] = state.x @ state.w
@@ -92,7 +94,7 @@ def counting(state: State, phase: Phases) -> Any:
 
 
 def foreign_kernel(state: State, phase: Phases) -> None:
-    """Writes past torch, as kernels of Triton's and graphs of CUDA's do, too fast to be noticed."""
+    """Writes outside torch, like kernels of Triton and CUDA graphs, too fast to be noticed."""
     ctypes.memmove(state.out.data_ptr(), state.x.data_ptr(), 4 * state.x.numel())
 
 
@@ -103,13 +105,13 @@ def foreign_rounding(state: State, phase: Phases) -> None:
 
 
 def foreign_memory(state: State, phase: Phases) -> None:
-    """Writes what it kept of the first step, past torch."""
+    """Writes to memory stored in the first step, outside torch."""
     kept = memoised(state, phase)
     ctypes.memmove(state.out.data_ptr(), kept.data_ptr(), 4 * kept.numel())
 
 
 def anew_in_turns(state: State, phase: Phases) -> None:
-    """The last result has the address of the one before, if that memory is free by then."""
+    """Allocates the last result at the previous one's address, if that is free."""
     for _ in range(2):
         state.kept = state.x @ state.w
 
@@ -121,7 +123,7 @@ def in_another_order(state: State, phase: Phases) -> Any:
 
 
 def after_steps(count: int) -> Step:
-    """Takes an honest step some times, of inputs that go on, and repeats the last result from then on."""
+    """Runs an honest step on changing inputs a few times, then repeats the last result."""
 
     def step(state: State, phase: Phases) -> Any:
         state.steps = getattr(state, "steps", 0) + 1
@@ -163,7 +165,7 @@ IDLE: dict[str, Step] = {
 
 
 def stale() -> State:
-    """Its fresh memory holds what a state before this one left there."""
+    """Its uninitialised memory contains an earlier state's values."""
     held = state()
     held.out = held.x.clone()
     return held
@@ -302,7 +304,7 @@ MS = 1e-3
 
 
 def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float] = lambda n, timed: MS) -> str:
-    """Compares scripted slots, the n-th of which leaves `left(n)` and takes `seconds(n)`."""
+    """Compares scripted slots; the n-th leaves `left(n)` and takes `seconds(n)`."""
     numbers = iter(range(8))
 
     def slot(timed: bool) -> step_effect.Slot:
@@ -313,7 +315,7 @@ def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float
 
 
 def compared(slot: Callable[[bool], step_effect.Slot | None]) -> str:
-    """Gives the comparison the slots that it asks for; returns what it says."""
+    """Feeds the comparison the slots it requests; returns its result."""
     comparison = compare_slots()
     asked = next(comparison)
     try:

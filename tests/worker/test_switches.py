@@ -182,7 +182,7 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-# Of those above, and whether this torch has them.
+# The subset that this torch has.
 SINCE_2_12 = {
     "native": hasattr(torch.backends, "python_native"),
     "depthwise": hasattr(torch.backends.cudnn, "depthwise_kernel"),
@@ -196,7 +196,7 @@ def _other_code() -> Iterator[None]:
     PhaseClock.begin.__code__ = kept
 
 
-# Contexts that somebody has entered and keeps: nobody else can leave them.
+# Contexts that other code entered and keeps: they cannot be left from outside.
 KEPT: dict[str, tuple[Callable[[], Any], str]] = {
     "inference": (torch.inference_mode, "inference mode at True (it was False, and cannot be put back)"),
     "functions": (BaseTorchFunctionMode, "modes of torch's functions at 1 (it was 0, and cannot be put back)"),
@@ -258,7 +258,7 @@ def test_a_switch_that_cannot_be_put_back_is_reported_as_such(which: str) -> Non
 
 
 def test_every_switch_is_left_changed_by_a_test() -> None:
-    """A switch that is watched wrongly is not watched."""
+    """A watch on a switch is untested without such a test."""
     planted = " ".join(words for _, words in [*LEFT.values(), *KEPT.values()])
     names = [switch.name for switch in switches()]
     assert len(set(names)) == len(names)
@@ -326,7 +326,7 @@ def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monk
 
 @for_each("everything", [False, True])
 def test_a_switch_that_changes_between_slots_is_named_later(monkeypatch: pytest.MonkeyPatch, everything: bool) -> None:
-    """In fp8bench's own process only its workloads could have done that; in a user's, the user may."""
+    """In fp8bench's process only its workloads could have done that; in a user's process, the user may."""
     monkeypatch.setattr(step_guards, "_owns_process", everything)
     bench = Bench(Settings())
     request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("64",)),))

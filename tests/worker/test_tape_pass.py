@@ -54,7 +54,7 @@ def test_a_suite_without_a_model_has_no_coverage(bench: Bench, corpus: Corpus) -
 
 
 def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus: Corpus) -> None:
-    """Attention has a seventh product, because backward computes the scores again."""
+    """Attention has a seventh product, because backward recomputes the scores."""
     (found,) = records(bench, corpus, "transformer", "bf16", size="nano")
     tape = found.tape
     assert tape is not None and not tape.unknown and not tape.unwritten and not tape.fused
@@ -69,7 +69,7 @@ def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus
 def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpus: Corpus, suite: str) -> None:
     found = records(bench, corpus, suite, *precisions.names(), **MORE.get(suite, {}))
     assert found and not mismatches(found)
-    decoded = {"data"}  # by numpy, from a file: one tensor that no operator of torch wrote
+    decoded = {"data"}  # by numpy, from a file: one tensor that no torch operator wrote
     unwritten = {record.case.id for record in found if record.tape and record.tape.unwritten > (suite in decoded)}
     assert not unwritten and all(record.tape is not None and not record.tape.unknown for record in found)
 
@@ -115,7 +115,7 @@ def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's operator
 @pytest.mark.usefixtures("compiles")
 def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: Corpus) -> None:
     import torch
@@ -136,7 +136,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is a warm-up; where a step takes longer than all may take, it is the only one."""
+    """The first is a warm-up, and the only one if it exceeds the total time."""
     monkeypatch.setattr(tape_pass, "STEPS", 5)
     assert list(tape_pass._turns()) == [0, 1, 2, 3, 4, 5]
     for seconds, turns in ((tape_pass.SECONDS, [0, 1]), (tape_pass.SECONDS + 1, [0])):
@@ -179,7 +179,7 @@ def test_no_suite_does_what_no_rule_knows(bench: Bench, corpus: Corpus, suite: s
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's operator
 @pytest.mark.usefixtures("compiles")
 def test_a_compiled_step_has_no_shares(bench: Bench, corpus: Corpus) -> None:
     ((_, found),) = shares(bench, corpus, "compiles", "fp32")

@@ -38,7 +38,7 @@ STATES: list[weakref.ref[torch.Tensor]] = []
 
 @pytest.fixture
 def stepping(script: Script) -> Callable[[Step], Case]:
-    """Makes the bench find a workload of the test's own; its state refers to itself."""
+    """Makes the bench find the test's workload; its state refers to itself."""
 
     def make(setup: Setup) -> list[Any]:
         state: list[Any] = [torch.empty(100)]
@@ -196,7 +196,7 @@ def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
 
 
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Returns pairs on one thread that partly overlap."""
+    """Pairs on one thread that partly overlap."""
     crossing = []
     for event, other in combinations(events, 2):
         start, end = event["ts"], event["ts"] + event["dur"]

@@ -59,7 +59,7 @@ class Honest(Lying):
 
 @pytest.fixture
 def lie(tmp_path: Path) -> Iterator[str]:
-    """Returns a file that registers a backend whose product leaves out part of the contraction."""
+    """A file that registers a backend whose product leaves out part of the contraction."""
     with suite_file(tmp_path, LIE) as path:
         yield path
 
@@ -107,7 +107,7 @@ class Zeros(RecipeArithmetic):
 
 
 class OtherRows(RecipeArithmetic):
-    """Returns the rows of a small product in another order, so that only the weight gradient is wrong."""
+    """Permutes the rows of a small product, so that only the weight gradient is wrong."""
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         found = super().product(a, b, dtype)
@@ -138,7 +138,7 @@ def test_each_product_is_looked_at(kind: type[RecipeArithmetic], words: str) -> 
 @for_each("left_out", [0, 128])
 @for_each("mode", ["nvfp4", "mxfp4:stochastic=on", "fp8-block"])
 def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, left_out: int) -> None:
-    """Another library draws other numbers and rotates otherwise, and four bits are right all the same."""
+    """Another library's random numbers and rotations differ, and four bits are still accepted."""
     precision = precisions.get(mode)
     other = RecipeArithmetic(precision.recipe, name="another library's")  # type: ignore[attr-defined]
 

@@ -30,7 +30,7 @@ from tests.worker.scripted import CPU, Scripted, Storages, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 MIB = 1 << 20
-# What takes the batch's share of MiB, in a suite of a user's own; `how` says what it does from 64 on.
+# A user's suite whose batch takes as many MiB; `how` selects what happens from 64 on.
 SUITE = """
 import os, signal, torch
 from fp8bench.suites import Axis, Work, Workload, one_of, whole_number, workloads
@@ -85,7 +85,7 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
 
 
 def seen(case: Case) -> int:
-    """Returns the most bytes that storages hold at once, from preparing to the end of the second step."""
+    """The most bytes that storages hold at once, from preparing to the end of the second step."""
     workload = workloads.get(case.workload)
     gc.collect()
     with precisions.get(case.precision).scope(), Storages() as storages:
@@ -123,7 +123,7 @@ def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap
         assert caught.value.out_of_memory
         assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     assert worker.pid == process and resident_bytes(worker) < resident + 64 * MIB
-    # Without a limit there is none left from before.
+    # Without a limit, none remains from an earlier case.
     assert worker.within(60).try_batch(planned("heap", mib="600").case, CPU, None) == 600 * MIB
 
 

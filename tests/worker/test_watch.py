@@ -98,8 +98,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
-    """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were. Also
-    in one process, where no worker ends with its culprit."""
+    """Set in a step or a pass, they are named in the culprit's failure; gemm and a witness find them unchanged.
+
+    Also in one process, where no worker ends with its culprit.
+    """
     axes = (("where", WHERE), ("what", tuple(WORDS)), ("shape", ("32",)))
     request = Request(
         f"culprit,gemm,{own}",
@@ -153,7 +155,7 @@ def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp
             worker.probe()
 
 
-# What is said of each switch that a workload may leave changed (`LEFT`, `KEPT`), where it bends a reference.
+# The message for each switch that a workload may leave changed (`LEFT`, `KEPT`) and that affects a reference.
 BENT = {
     "autocast": r"autocast on cpu at True \(expected False\).*set_autocast_enabled",
     "inference": r"inference mode at True \(expected False\).*leave torch.inference_mode",

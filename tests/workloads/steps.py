@@ -65,7 +65,7 @@ def small(workload: str, precision: str, seed: int = 0, **changes: Scalar) -> Se
 
 
 def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
-    """Returns the phases of the last of some steps, in order."""
+    """The phases of the last of some steps, in order."""
     clock = PhaseClock(HostStamper())
     for _ in range(steps):
         clock.begin()
@@ -75,7 +75,7 @@ def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
 
 
 def phases(workload: Workload, setup: Setup, steps: int = 1) -> list[str]:
-    """Returns the phases of a new state's step, without the time between them."""
+    """The phases of a new state's step, without the time between them."""
     return [name for name in marks(workload, workload.prepare(setup), steps) if name != UNATTRIBUTED]
 
 
@@ -92,13 +92,13 @@ class Operations(TorchDispatchMode):
 
 
 def kept_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States that are made from now on keep weights that they have cast."""
+    """Makes new states cache the weights that they have cast."""
     for module in ("linear", "convolution", "diffusion"):
         monkeypatch.setattr(f"fp8bench.nn.{module}.let_go", lambda weight: None)
 
 
 def cast_again(layers: Iterable[Any]) -> int:
-    """Has each layer cast its weight in each step; returns how many did not."""
+    """Makes each layer cast its weight in each step; returns how many did not."""
     cast = [layer for layer in layers if getattr(layer, "operands", None) is not None]
     for layer in cast:
         layer.operands = None
@@ -106,6 +106,6 @@ def cast_again(layers: Iterable[Any]) -> int:
 
 
 def weight_bytes(layers: Iterable[Any]) -> int:
-    """What weights take that were cast ahead."""
+    """Bytes of weights that were cast in advance."""
     cast = (layer for layer in layers if getattr(layer, "operands", None) is not None)
     return sum(layer.weight.untyped_storage().nbytes() for layer in cast)

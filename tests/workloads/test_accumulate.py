@@ -56,7 +56,7 @@ def test_bf16_sums_are_those_of_ml_dtypes() -> None:
 
 
 def test_fp8_sums_are_those_of_ml_dtypes() -> None:
-    """Each sum is rounded to E5M2 with its own scale, which maps its largest magnitude to the format's."""
+    """Each sum is rounded to E5M2 with a scale that maps its largest magnitude to the format's."""
     state = Accumulate().prepare(setup_for("fp8"))
     assert isinstance(state.buffer, ScaledBuffer)
     Accumulate().step(state, SilentPhases())

@@ -1,4 +1,4 @@
-"""What several workloads promise in the same words."""
+"""Promises that several workloads make in the same words."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
 @for_each("pass_", ["forward", "training"])
 @for_each("part", ["core", "layer"])
 def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) -> None:
-    """torch counts all scores, the plan only those that a causal mask leaves."""
+    """torch counts all scores, the plan only those inside a causal mask."""
     changes = {"part": part, "pass": pass_, "causal": causal, "key_heads": 4}
     state = Attention().prepare(setup_for(**changes))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -59,7 +59,7 @@ def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) ->
 
 
 def test_work_counts_tokens_and_what_memory_must_hold() -> None:
-    """Low scores are matrices in fp32, two forward and three in backward; fused scores never are."""
+    """Low-precision scores are fp32 matrices, two forward and three in backward; fused scores never exist."""
     high, low = (Attention().work({**TINY, "scores": scores}) for scores in ("high", "low"))
     assert high.tokens == 64 and high.flops == low.flops
     assert low.least_memory - high.least_memory == 3 * 4 * (2 * 4 * 32 * 32)

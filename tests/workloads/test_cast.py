@@ -74,7 +74,7 @@ def test_what_is_cast_and_restored_agrees_with_ml_dtypes() -> None:
         highest, limit = np.abs(source).max(), np.float32(largest)
         scale = np.float32(1) / highest * limit  # how torch divides a number by a tensor
         codes = np.clip(source * scale, -largest, largest).astype(dtype).astype(np.float32)
-        # What torch makes of a quotient by a number depends on the processor's vectors, in the last bit.
+        # The last bit of torch's quotient by a number depends on the CPU's vectors.
         scaled = [codes * (1 / scale), codes * (highest / limit)]
         assert any(np.array_equal(result(setup_for(role=role)).numpy(), one) for one in scaled)
         assert not any(np.array_equal(plain, one) for one in scaled)
@@ -90,7 +90,7 @@ def test_torchs_own_dtypes_are_cast_by_torch(precision: str, dtype: torch.dtype)
 
 
 def test_what_vanishes_is_what_the_error_hides() -> None:
-    """A quarter of these gradients vanishes in E5M2 without a scale, and the error is nearly that with one."""
+    """A quarter of these gradients becomes zero in E5M2 without a scale, and the error is nearly that with one."""
     found = {scaling: Cast().error(setup_for(role="gradient", scaling=scaling)) for scaling in ("on", "off")}
     source = Cast().prepare(setup_for(role="gradient")).source
     for scaling, errors in found.items():
@@ -103,7 +103,7 @@ def test_what_vanishes_is_what_the_error_hides() -> None:
 
 @for_each("source", ["fp32", "bf16"])
 def test_fp16_gradients_arrive_multiplied_by_the_loss_scale(source: str) -> None:
-    """Inputs do not, and statistics are without it."""
+    """Inputs are not, and statistics exclude it."""
     setup = setup_for("fp16", role="gradient", source=source)
     plain = replace(setup, loss_scale=1.0)
     assert setup.loss_scale == 1024

@@ -60,7 +60,7 @@ def test_real_ranks_send_what_they_say(tmp_path: Path) -> None:
         assert bool(record.overlap.why) is rings and bool(record.overlap.both) is not rings
     sent = {(str(one.case.param("collective")), one.case.precision): one.transfer for one in run.records}
     wire = {key: transfer.wire for key, transfer in sent.items() if transfer is not None}
-    # Of 2 ranks a ring sends half the vector twice; of FP8 the amax too.
+    # With 2 ranks a ring sends half the vector twice; for FP8 the amax too.
     assert wire["all_reduce", "fp32"] == 4 * 4096 and wire["all_reduce", "bf16"] == 2 * 4096
     assert wire["all_reduce", "fp8"] == 4096 + 4
     assert wire["all_gather", "fp8"] == 2048 + 4 and wire["all_to_all", "fp32"] == 4 * 2048

@@ -1,4 +1,4 @@
-"""The residual block: where it is native, what it marks, what its errors and statistics say."""
+"""The residual block: native support, phases, errors and statistics."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def arrived(state: LoadState) -> torch.Tensor:
 
 
 def by_hand(corpus: Corpus, steps: int) -> list[np.ndarray]:
-    """Returns the batches of the first steps, decoded from the text itself; preparing draws one."""
+    """The batches of the first steps, decoded from the text itself; preparing draws one."""
     random = np.random.default_rng(0)
     text = text_records(corpus.path, RECORDS, 512, random)
     batches = [text[random.integers(0, RECORDS, 4)] for _ in range(steps + 1)]

@@ -53,7 +53,7 @@ def exact_of(denoiser: str, **changes: Scalar) -> Sampling | DenoiserTraining:
     return state
 
 
-# The same in numpy, a token, a head, a pixel of a window at a time.
+# The same in numpy, by token, head, and pixel of a window.
 
 
 def silu(x: Array) -> Array:
@@ -170,7 +170,7 @@ LOOPED = {"dit": LoopedDiT, "unet": LoopedUNet}
 
 
 def by_loops(denoiser: str, state: Sampling, guidance: str = "none") -> list[Array]:
-    """Samples by DDIM with plain loops, an image at a time, with the image and the noise written out."""
+    """Samples by DDIM with plain loops, image by image, with image and noise written out."""
     denoise = LOOPED[denoiser](dict(state.layer.named_parameters()))
     latents, conditions = (tensor.double().numpy() for tensor in state.inputs)
     after = []
@@ -200,7 +200,7 @@ def agree(denoiser: str, state: Sampling, guidance: str = "none") -> bool:
 
 
 def mismatched(tape: Tape, reference: Tape) -> bool:
-    """Tells whether a case with that tape is labelled for doing other work, which takes its verdict away."""
+    """Whether a case with that tape gets the label for different work, which removes its verdict."""
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=reference)
     case = replace(record(steady(MS, 24), "bf16"), tape=tape)
     labels = [one for one in claims_of(case, lead) if one.label is Label.WORK_MISMATCH and one.hard]
@@ -241,7 +241,7 @@ def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: in
 
 
 def flops_by_hand(denoiser: str, width: int, layers: int) -> tuple[int, int]:
-    """Returns the FLOPs of one evaluation, and of the products whose inputs need no gradient."""
+    """The FLOPs of one evaluation, and of the products whose inputs need no gradient."""
     pixels, time = BATCH * IMAGE**2, 2 * BATCH * (256 * width + width**2)
     entering = 2 * BATCH * 256 * width
     if denoiser == "dit":
@@ -276,7 +276,7 @@ def test_flops_of_training_by_hand(denoiser: str, precision: str) -> None:
     once, entering = flops_by_hand(denoiser, WIDTH[denoiser], int(changes.get("layers", 2)))
     work = Diffusion().work(params_of(denoiser, **changes)).flops
     assert work == 3 * once - entering
-    # Torch's fused attention makes the scores again in backward: five products there, where forward has two.
+    # Torch's fused attention recomputes the scores in backward: five products there, two in forward.
     tokens, width, blocks = (8, 128, 2) if denoiser == "dit" else (8, 32, 1)
     scores_again = blocks * 2 * tokens * (IMAGE // 2) ** 2 * width
     assert tape_in_phases(state_of(denoiser, precision, **changes).step).flops == work + scores_again
@@ -323,7 +323,7 @@ def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
 
 @pytest.mark.slow
 def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
-    """750 is 752 in bf16: an error of bf16 itself, and none of fp32."""
+    """750 is 752 in bf16: an error of bf16, and none of fp32."""
     assert torch.tensor(750.0).to(torch.bfloat16) == 752
     assert errors("fp32", time="carrier") == errors("fp32")
     for precision in ("bf16", "fp8"):
@@ -348,7 +348,7 @@ def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) ->
     )
     kept_weights(monkeypatch)
     other = state_of("dit", "fp8")
-    # Time's and those at the ends are in the carrier, and kept in it.
+    # Those of time and of the ends are used and cached in the carrier.
     assert cast_again(other.layer.modules()) == 8
     assert torch.equal(state.outcome()[0], other.outcome()[0])
 

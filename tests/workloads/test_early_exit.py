@@ -1,4 +1,4 @@
-"""Rows that leave early: which of them do, what the others cost, and that doing less is told."""
+"""Rows that exit early: which ones, the cost of the others, and the label for less work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def depths(setup: Setup) -> list[int]:
 
 
 def by_hand(setup: Setup) -> tuple[torch.Tensor, list[int]]:
-    """Computes row by row in fp64, with the state's thresholds: the logits, and the blocks that each row took."""
+    """Row by row in fp64, with the state's thresholds: the logits, and the blocks that each row took."""
     state = EarlyExits().prepare(setup)
     weights = [(block.up.weight, block.down.weight) for block in state.layer.blocks]
     logits, taken = [], []
@@ -101,7 +101,7 @@ def mismatch(own: Record, reference: Record) -> tuple[bool, str] | None:
 
 
 def test_less_work_is_labelled() -> None:
-    """A different product is a doubt; more than 5% fewer FLOPs take the verdict away. Held exits do the same work."""
+    """A different product is a doubt; more than 5% fewer FLOPs remove the verdict. Held exits do the same work."""
     more: dict[str, Scalar] = {"tokens": 256, "depth": 6, "exits": "own"}
     reference, low = record("fp32", **more), record("mxfp4", **more)
     told = mismatch(low, reference)
@@ -109,11 +109,11 @@ def test_less_work_is_labelled() -> None:
     held = [record(name, **{**more, "exits": "held"}) for name in ("fp32", "mxfp4")]
     assert mismatch(held[1], held[0]) is None and held[0].tape is not None and held[1].tape is not None
     assert held[0].tape.flops == held[1].tape.flops
-    # Planted: an arm whose rows leave twice as early.
+    # Planted: an arm whose rows exit twice as early.
     sooner = record("bf16", **{**more, "leaving": 50})
     told = mismatch(sooner, reference)
     assert told is not None and told[0]
-    # Of a suite whose steps are alike whatever their numbers, so little is rounding of shapes.
+    # In a suite whose steps do not depend on numbers, such a small difference is rounding of shapes.
     other = [replace(one, case=replace(one.case, workload="mlp")) for one in (low, reference)]
     assert mismatch(*other) is None
 
@@ -127,7 +127,7 @@ def test_errors_say_where_rows_leave_otherwise() -> None:
 
 
 def test_a_held_step_looks_as_sure_as_one_that_chooses() -> None:
-    """It runs the same operators but for the choice itself, and reads nothing back."""
+    """It runs the same operators except the choice, and reads nothing back."""
     calls = {exits: {one.operator for one in tape("fp32", exits=exits).operators} for exits in ("held", "own")}
     assert calls["own"] - calls["held"] <= {"nonzero", "lt", "squeeze"} and "_softmax" in calls["held"]
     assert set(phases(EarlyExits(), setup_for("bf16"))) == {"elementwise", "cast", "gemm"}

@@ -149,6 +149,8 @@ def test_sizes_give_the_products_of_the_model_that_they_describe() -> None:
         ("hidden:64/ffn:128/heads:2/layers:3", "'layers:3' is not one of hidden:N, ffn:N"),
         ("hidden:64/hidden:64/ffn:128/heads:2", "each once"),
         ("hidden:0/ffn:128/heads:2", "from 1 to"),
+        ("llama3", "sweep, hidden:4096/ffn:14336/heads:32/kv:8, or one of gpt2, .*; the nearest is 'llama3-8b'"),
+        ("12x", "deepseek-v3$"),
     ],
 )
 def test_sizes_that_are_no_model_are_refused_in_words(text: str, words: str) -> None:
@@ -158,7 +160,7 @@ def test_sizes_that_are_no_model_are_refused_in_words(text: str, words: str) -> 
 
 def test_a_model_may_be_asked_for_by_that_name() -> None:
     """`--set model=` adds to `--set shape=`, and neither brings the shapes that are measured without both."""
-    asked = Request("gemm", axes=(("model", ("gpt2",)), ("shape", ("8",)), ("product", ("forward",))))
+    asked = Request("gemm", axes=(("model", ("GPT2",)), ("shape", ("8",)), ("product", ("forward",))))
     layers = [dict(group.cases[0].case.params).get("layer") for group in make_plan(asked, [CPU]).groups]
     assert layers == [None, "gpt2/qkv", "gpt2/out", "gpt2/up", "gpt2/down"]
 
@@ -187,7 +189,7 @@ def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
 
 @for_each("product", PRODUCTS)
 def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
-    """What a layer turns is turned here too: recipes do more than cast there."""
+    """Operands that a layer transposes are transposed here too, because recipes treat them differently."""
     setup = setup_for("fp8", product=product)
     seen: list[tuple[str, Role]] = []
     for how in ("cast", "cast_transpose"):
@@ -221,7 +223,7 @@ def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: fl
 
 
 def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
-    """In fp32 it is fp32 sums; in bf16 and emulated fp8 also the rounding of the result to bf16."""
+    """In fp32 from fp32 sums; in bf16 and emulated fp8 also from rounding the result to bf16."""
     found = {precision: Gemm().error(setup_for(precision)) for precision in ("fp32", "bf16", "fp8")}
     assert found["fp32"]["kernel_error"] == found["fp32"]["product_error"] < 1e-6
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +268,7 @@ LAYOUTS = ("transposed", "padded", "strided", "transposed/contiguous", "contiguo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_lie_as_their_layout_says(layout: str) -> None:
-    gap = 64 + 64  # beside k
+    gap = 64 + 64  # next to k
     strides = {"contiguous": (64, 1), "padded": (gap, 1), "strided": (128, 2)}
     words = layout.split("/") * (1 if "/" in layout else 2)
     state, plain = (Gemm().prepare(small("gemm", "fp32", layout=one)) for one in (layout, "contiguous"))

@@ -90,8 +90,10 @@ def towards_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_fault_of_a_format_moves_it_beyond_its_band(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the history measures it: the gate and `history regressions` go by that band. Kernels that another test has
-    compiled know nothing of what is planted."""
+    """In the history, the gate and `history regressions` use that band.
+
+    Kernels compiled by other tests do not contain the planted fault.
+    """
 
     def moved() -> float:
         monkeypatch.setattr(operators, "KERNELS", operators.Kernels())

@@ -1,4 +1,4 @@
-"""What long sequences take, said before they are begun; kernels that write scores down, and those that do not."""
+"""Long sequences: memory predicted before starting; kernels that store scores, and those that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed-forward block: what it computes and marks, what hardware asks of its sizes, what its errors say."""
+"""The feed-forward block: results and phases, hardware's size requirements, errors."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Changing(nn.Module):
 
 
 def test_a_model_may_change_its_batch() -> None:
-    """Every step begins from the batch as it came; the loss is given the tensors that forward was given."""
+    """Every step begins from the original batch; the loss gets the tensors that forward got."""
     seen: list[float] = []
 
     def loss(output: Tensor, batch: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_another_draw_has_other_weights_and_the_same_batch() -> None:
 
 
 def test_a_model_that_does_not_repeat_itself_has_no_error() -> None:
-    """What it differs by from itself would be told as a precision's error."""
+    """The difference between its runs would count as a precision's error."""
     outside = torch.Generator().manual_seed(1)
 
     class Drawing(Net):
@@ -189,7 +189,7 @@ def test_what_is_differentiated_twice_is_refused(first: nn.Module) -> None:
 
 
 class Routed(nn.Module):
-    """The second expert gets a token only where a score is exact, and the output has another shape then."""
+    """The second expert gets a token only if a score is exact, and then the output's shape differs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Routed(nn.Module):
 
 
 def test_steps_that_reach_other_weights_are_compared_whole() -> None:
-    """A gradient that only one of them has is an error of its whole size; outputs of other shapes have none."""
+    """A gradient that only one of them has is an error of its full size; outputs of different shapes have none."""
     setup = setup_of(lambda: (Routed(), torch.full((1, 16), 1 + 2**-10), lambda y: y.sum()), "bf16")
     errors = Model().error(setup)
     assert "output_error" not in errors and errors["gradient_error"] > 0.3
@@ -295,7 +295,7 @@ def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's
 def test_a_compiled_step_gives_what_the_model_gives() -> None:
     errors = Model().error(setup_of(make, compile="yes"))
     assert errors["output_error"] < 1e-5 and errors["gradient_error"] < 1e-4

@@ -28,7 +28,7 @@ def spread(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()
 
 
-# By their papers, in fp64.
+# As their papers define them, in fp64.
 WANTED: dict[str, Callable[..., Tensor]] = {
     "layer_norm": lambda x: spread(x - x.mean(-1, keepdim=True)),
     "rms_norm": spread,

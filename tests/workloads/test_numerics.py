@@ -72,7 +72,7 @@ def test_finer_scales_keep_more_of_what_outliers_hide() -> None:
 
 
 def test_what_saturates_is_counted_before_the_clamp() -> None:
-    """FLOOR lets the largest of a block saturate, RCEIL nothing; without a scale all beyond the grid does."""
+    """FLOOR saturates a block's largest, RCEIL nothing; without a scale all values beyond the grid saturate."""
     found = {
         one: errors(f"custom:scaling=mx:scale={one}")["saturation_percent"]
         for one in ("floor", "even", "ceil", "rceil")
@@ -84,7 +84,7 @@ def test_what_saturates_is_counted_before_the_clamp() -> None:
 
 
 def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
-    """Its error is that of any scale of a tensor, not of a scale of 1."""
+    """Its error is that of any scale of a tensor, unlike with a scale of 1."""
     delayed, current = (errors(mode, "mlp-gradient", corpus) for mode in ("fp8-delayed", "fp8"))
     assert delayed["sqnr_db"] == pytest.approx(current["sqnr_db"], abs=0.5) and delayed["underflow_percent"] < 1
     assert set(delayed) - set(current) == {"scale_drift_octaves", "scale_lag_octaves"}

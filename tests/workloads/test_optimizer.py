@@ -23,7 +23,7 @@ def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setu
 
 @cache
 def errors_of(precision: str) -> dict[str, float]:
-    """Returns the errors after all thousand steps by default axes: a second's work, shared by several tests."""
+    """The errors after all thousand steps with default axes, cached as they take a second."""
     return Optimizer().error(setup_for(precision))
 
 
@@ -102,8 +102,7 @@ def test_errors_are_those_of_a_format() -> None:
 
 @pytest.mark.slow
 def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decay of a thousandth is rounded away: ten steps do not show it, after a thousand it is no better than fp8
-    with a scaled fp16 second moment."""
+    """Rounding loses its decay of a thousandth: after a thousand steps it is as bad as a scaled fp16 second moment."""
     bf16, fp8 = errors_of("bf16"), errors_of("fp8")
     assert 0.15 < bf16["second_moment_error"] < 0.4 and bf16["second_moment_error"] > 20 * fp8["second_moment_error"]
     assert bf16["update_error"] > 0.9 * fp8["update_error"]
@@ -144,7 +143,7 @@ def test_the_update_error_is_that_of_weights_by_hand() -> None:
 
 @pytest.mark.slow
 def test_a_second_moment_in_fp8_explodes() -> None:
-    """Where it becomes zero, the update is divided by epsilon: why scaled fp16 is the default."""
+    """Where it becomes zero, the update is divided by epsilon: the reason for scaled fp16 as the default."""
     fine, bad = errors_of("fp8"), Optimizer().error(setup_for("fp8", second_moment="same"))
     assert setup_for("fp8").case == setup_for("fp8", second_moment="scaled-fp16").case
     assert fine["update_error"] < 0.1 and bad["update_error"] > 10

@@ -100,7 +100,7 @@ def test_four_ranks_that_divide_data_do_so_too(tmp_path: Path) -> None:
 
 
 def _divided_data(group: Ranks, size: int, wires: str) -> int:
-    """Holds a case of each way and wire against one rank, and returns their number."""
+    """Compares a case of each way and wire with one rank; returns their number."""
     worker, facts = group
     axes = (("way", ("ddp", "fsdp2", "zero")), ("wire", (wires,)))
     plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=size), (facts,))
@@ -117,7 +117,7 @@ def _divided_data(group: Ranks, size: int, wires: str) -> int:
 
 
 def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
-    """In float32 only the order of additions differs; otherwise rounding leaves a difference, which is never zero."""
+    """In float32 only the order of additions differs; otherwise rounding leaves a non-zero difference."""
     if case.precision == "fp32" and dict(case.params).get("wire", "fp32") == "fp32":
         assert gaps["update_error"] < 1e-5 and gaps["loss_gap"] < 1e-5, (case.id, gaps)
     else:
@@ -125,13 +125,13 @@ def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
 
 
 def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
-    """Returns what ranks send, as n ranks of a ring do: (n-1)/n of everything, twice where gradients are summed."""
+    """Bytes that ranks of a ring of n send: (n-1)/n of everything, twice where gradients are summed."""
     wire, weights = dict(case.params).get("wire", ""), IN_BLOCKS + AROUND
-    if wire == "fp8":  # gradients to owners and weights from them, a byte each, and scales beside
+    if wire == "fp8":  # gradients to owners and weights from them, a byte each, plus scales
         for one in each:
             assert {dtype for _, dtype in one} == {"uint8", "float32"}
             assert one["all_to_all", "uint8"] == pytest.approx(2 * weights * share)
-            # A scale for each tensor there, the largest magnitudes back; of two owners both have nearly half of them.
+            # A scale for each tensor there, the largest magnitudes back; each of two owners has nearly half of them.
             scales = 4 * TENSORS * share
             assert scales <= one["all_gather", "float32"] <= 2 * scales
             assert 2 * scales <= one["all_reduce", "float32"] <= 4 * scales
@@ -145,12 +145,12 @@ def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
     if case.param("way") == "ddp":
         of_weights = {"fp32": 8, "bf16": 4, "fp8_gather": len(each), "fp8_twoshot": 2}[str(wire)] * weights * share
         dtypes = {"fp32": {"float32"}, "bf16": {"bfloat16"}}.get(str(wire), {"uint8", "float32"})
-        for one in each:  # beside codes scales, and what makes their number a multiple of that of ranks
+        for one in each:  # codes with scales, padded to a multiple of the number of ranks
             assert of_weights <= sum(one.values()) <= of_weights + 256 and {dtype for _, dtype in one} == dtypes
         return
     gathered = {
         "bf16": {("all_gather", "bfloat16"): 2 * (2 * IN_BLOCKS + AROUND) * share},
-        "torchao_fp8": {  # norms travel as float32 among the bytes
+        "torchao_fp8": {  # norms are sent as float32 among the bytes
             ("all_gather", "uint8"): 2 * (IN_BLOCKS + 3 * NORMS) * share,
             ("all_gather", "float32"): 4 * AROUND * share,
             ("all_reduce", "float32"): 4 * 4 * CONFIG.layers * 2 * share,
@@ -194,7 +194,7 @@ def test_experts_by_ranks_train_what_one_rank_does(two: Ranks) -> None:
 
 
 def _of_experts(case: Case, rank: int) -> Bytes:
-    """Returns what a rank of two sends in a step with 4 sequences: there and back, and the gradients of both."""
+    """Bytes that one of two ranks sends in a step with 4 sequences: both directions, and the gradients of both."""
     out = come = 0
     for layer in range(CONFIG.layers):
         plan = draw_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)

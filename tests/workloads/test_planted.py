@@ -60,7 +60,7 @@ def test_with_none_the_step_is_the_other_workloads_own() -> None:
 
 
 def test_on_a_gpu_the_slow_down_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny calls of the host beside it would not show, so the device is kept busy for as many cycles."""
+    """Tiny host calls in parallel would not show, so the device is kept busy for as many cycles."""
     cycles: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
     state, fewer = prepared(800), prepared(7)

@@ -44,8 +44,7 @@ def four_of(setup: Setup) -> FourModels:
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-modern", "tiny-tied"])
 def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus) -> None:
-    """To the byte, except what the formula leaves out: the last norm, GPT-2's places, and the critic's bf16 copy, which
-    is freed here when its step ends."""
+    """To the byte, except the last norm, GPT-2's positions, and the critic's bf16 copy, freed after its step."""
     config = SIZES[size]
     four = four_of(setup_for(corpus, "bf16", size=size, models="rlhf"))
     four.step(SilentPhases())
@@ -96,7 +95,7 @@ def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
 
 @pytest.mark.slow
 def test_all_four_lie_in_measured_memory(corpus: Corpus) -> None:
-    """The peak exceeds the actor's alone by what the other three keep, and at most by what they need meanwhile."""
+    """The peak exceeds the actor's alone by the other three's stored bytes, and at most by their temporary need."""
     alone, four = setup_for(corpus, "bf16"), setup_for(corpus, "bf16", models="rlhf")
     bench = Bench(Settings(corpus=corpus.path))
     peaks = []

@@ -1,4 +1,4 @@
-"""The training step: what it computes, what it marks, what its errors say."""
+"""The training step: results, phases and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(SIZES, "tiny-flat", replace(TINY, layers=1))
     monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=1))
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker; tensors this small only wait for each other on more
+    torch.set_num_threads(1)  # as in a worker; with tensors this small more threads only wait
     yield
     torch.set_rng_state(before)
     torch.set_num_threads(threads)
@@ -82,7 +82,7 @@ def test_the_buffers_hold_the_mean_gradient(corpus: Corpus, precision: str) -> N
     workload = Transformer()
     state = workload.prepare(setup)
     model, loader = workload.prepare(setup).model, workload.prepare(setup).loader
-    for _ in range(2):  # a second step must not keep what the first one added
+    for _ in range(2):  # a second step must not keep the first one's additions
         model.load_state_dict(state.model.state_dict())
         losses = [model(*loader.next(), SilentPhases()) for _ in range(2)]
         gradients = torch.autograd.grad(torch.stack(losses).mean() * setup.loss_scale, list(model.parameters()))
@@ -114,7 +114,7 @@ def test_every_phase_is_seen_and_closed(corpus: Corpus, precision: str, size: st
 
 @for_each("precision", ["fp32", "bf16", "fp8"])
 def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
-    """Compares on text that it has not seen, after twelve steps."""
+    """On held-out text, after twelve steps."""
     workload = Transformer()
     state = workload.prepare(setup_for(corpus, precision, batch=8))
     unseen = workload.prepare(setup_for(corpus, precision, seed=99, batch=16)).loader.next()
@@ -196,7 +196,7 @@ def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpu
         assert torch.equal(one, other)
     before, after = seen(plain), seen(again)
     blocks = 2 * TINY.layers  # of two micro-batches
-    # Four products a block forward, each entered once; recomputing stops before the last one, which nothing needs.
+    # Four products a block forward, each entered once; recomputing stops before the last one, which is not needed.
     assert after.count("attention") - before.count("attention") == blocks
     assert 3 * blocks <= after.count("gemm") - before.count("gemm") <= 4 * blocks
     assert after.count(UNATTRIBUTED) == before.count(UNATTRIBUTED)
@@ -232,7 +232,7 @@ def test_cached_weights_train_as_those_that_are_cast_again(
 @pytest.mark.parametrize("weights", ["cached", "recast"])
 @pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
 def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights: str) -> None:
-    """In fp64, over three steps; also if weights are scaled to unit once for all of them."""
+    """In fp64, over three steps; also with weights scaled to unit once."""
     found = []
     for mode in ("fp8", "fp8-unit"):
         exact = PlainArithmetic(torch.float64)
@@ -259,7 +259,7 @@ def test_losses_and_errors_are_those_of_steps_with_cached_weights(corpus: Corpus
 
 
 def casts_seen(setup: Setup) -> tuple[Setup, list[Role]]:
-    """Returns the setup, and a list of the roles of all that is cast in its own precision, turned operands included."""
+    """The setup, and a list of the roles of everything cast in the case's precision, transposed operands included."""
     seen: list[Role] = []
     watched = WatchedArithmetic(setup.arithmetic, lambda operand, source, role, before: seen.append(role))
     return replace(setup, arithmetic=watched), seen
@@ -286,12 +286,12 @@ def weight_casts(corpus: Corpus, mode: str, **changes: Scalar) -> int:
 
 @for_each("mode", ["bf16", "fp8", "mxfp8"])
 def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
-    weights = 4 * TINY.layers  # the head's arithmetic is another
+    weights = 4 * TINY.layers  # the head uses another arithmetic
     for changes in ({}, {"micro_batches": 3}, {"checkpointing": "blocks"}):
         assert weight_casts(corpus, mode, **changes) == 2 * weights
     assert weight_casts(corpus, mode, weights="recast", micro_batches=3) == 3 * 2 * weights
     again = weight_casts(corpus, mode, weights="recast", checkpointing="blocks")
-    assert again > 2 * 2 * weights, "blocks cast theirs once more"
+    assert again > 2 * 2 * weights, "blocks cast their weights a second time"
 
 
 def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) -> None:
@@ -381,7 +381,7 @@ def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpoin
 def test_a_kernel_that_a_device_lacks_is_refused(
     size: str, attention: str, precision: str, facts: DeviceFacts, why: str
 ) -> None:
-    """In fp32 keys and values are repeated, so that the kernel is used all the same."""
+    """In fp32 keys and values are repeated, so that the kernel can still be used."""
     params = {"size": size, "batch": 2, "sequence": 96, "micro_batches": 2, "attention": attention}
     found = Transformer().support(params, precisions.get(precision), facts)
     assert found.level is (Level.REFUSED if why else Level.NATIVE)
@@ -390,7 +390,7 @@ def test_a_kernel_that_a_device_lacks_is_refused(
 
 @pytest.mark.parametrize("kind", ["head", "mlp", "attn"])
 def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
-    """Flash takes no float32, but attention's core gets the model's own carrier."""
+    """Flash takes no float32, but attention's core gets the model's carrier."""
     request = Request(
         "transformer", ("bf16", "fp8"), axes=(("attention", ("flash",)),), precision_map=((kind, "fp32"),)
     )
@@ -401,7 +401,7 @@ def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
     assert "flash attention takes no float32" in alone.skip
 
 
-# Compiling makes torch warn of its own use of what it deprecates.
+# torch warns during compiling because it uses its deprecated functions.
 COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")
 
 
@@ -424,7 +424,7 @@ def graphs() -> int:
 
 
 def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile returns the function itself where it is switched off."""
+    """torch.compile returns the function itself if it is switched off."""
     state = Transformer().prepare(setup_for(corpus))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with pytest.raises(RuntimeError, match="compiled nothing: is it switched off"):
@@ -438,7 +438,7 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
 def test_compiled_low_precision_is_one_graph_in_all_steps(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str
 ) -> None:
-    """Cached weights are inputs, cast anew for each step; traced alone the bits are the eager step's."""
+    """Cached weights are inputs, cast in each step; traced alone the bits equal the eager step's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     words = {"size": "tiny-flat", "checkpointing": checkpointing, "weights": weights}
     eager, fused = (setup_for(corpus, "fp8", compile=word, **words) for word in ("no", "yes"))
@@ -457,7 +457,7 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
                 assert layer.operands is not None
                 layer.operands[0].data.zero_()
             loss = state.forward(*state.loader.next(), SilentPhases())
-        assert float(loss) == pytest.approx(math.log(TINY.vocabulary), rel=1e-6), "the graph has weights of its own"
+        assert float(loss) == pytest.approx(math.log(TINY.vocabulary), rel=1e-6), "the graph has constant weights"
 
 
 @pytest.mark.slow
@@ -465,7 +465,7 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
 def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus) -> None:
     import torch._inductor.config as inductor
 
-    # Not by monkeypatch: what it puts back, torch's options have lost.
+    # Not by monkeypatch: torch's options do not survive its restore.
     missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True})
     with missing, pytest.raises(RuntimeError, match="No working C\\+\\+ compiler"):
         Transformer().prepare(setup_for(corpus, compile="yes"))

@@ -45,7 +45,7 @@ def state_of(model: str, precision: str = "fp32", **changes: Scalar) -> Training
 
 
 def by_places(x: Tensor, weight: Tensor, side: int, stride: int, padding: int) -> Tensor:
-    """Convolves (B, H, W, I) with weights (O, window x I), a place at a time."""
+    """Convolves (B, H, W, I) with weights (O, window x I), position by position."""
     around = functional.pad(x, (0, 0, padding, padding, padding, padding))
     count = (x.shape[1] + 2 * padding - side) // stride + 1
     rows = []
@@ -56,7 +56,7 @@ def by_places(x: Tensor, weight: Tensor, side: int, stride: int, padding: int) -
 
 
 def normed(x: Tensor, weights: Weights, name: str) -> Tensor:
-    """Applies batch norm channel by channel, by the batch's own statistics or by kept ones."""
+    """Applies batch norm channel by channel, with the batch's or stored statistics."""
     channels = []
     for number in range(x.shape[-1]):
         values = x[..., number]
@@ -175,7 +175,7 @@ def test_a_layout_changes_no_number(model: str, precision: str) -> None:
 
 
 def test_bf16_is_what_autocast_computes() -> None:
-    """Compares with torch's own modules, channels last, with the same weights."""
+    """Compares with torch's modules, channels last, with the same weights."""
     state = state_of("resnet", "bf16", layers=1)
     assert isinstance(state, TrainingState) and isinstance(state.model, ResNet)
     _, ours = outcome(state, False)
@@ -201,9 +201,9 @@ def test_bf16_is_what_autocast_computes() -> None:
 
 
 def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
-    """Counts an image: 32 wide, two blocks, images of 16, patches of 4, 8 tokens of text."""
+    """FLOPs of an image: 32 wide, two blocks, images of 16, patches of 4, 8 tokens of text."""
     times, first = (3, 2) if training else (1, 1)
-    if model == "resnet":  # 8 x 8 places behind the stem, 4 x 4 in the stage, 8 channels inside
+    if model == "resnet":  # 8 x 8 positions after the stem, 4 x 4 in the stage, 8 channels inside
         blocks = 16 * (8 * 8 + 9 * 8 * 8 + 8 * 32 + 8 * 32) + 16 * (32 * 8 + 9 * 8 * 8 + 8 * 32)
         return 2 * (first * 64 * 147 * 8 + times * (blocks + 32 * 1000)), 0
     block = 12 * 32 * 32
@@ -256,7 +256,7 @@ def test_a_layout_that_is_converted_back_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_windows_of_one_place_do_not_say_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch convolves as the strides of a window say, and returned channels last."""
+    """torch chooses by a window's strides, and returned channels last."""
     images = convolution._images
 
     def as_they_come(matrix: Tensor, shape: tuple[int, ...], layout: torch.memory_format) -> Tensor:

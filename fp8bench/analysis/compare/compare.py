@@ -276,7 +276,7 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
     typical = compare_runs(*figures.typical).ratio if figures.typical else ratio
     contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
     if contradicted:
-        where, reason = Direction.UNSURE, "the mean over all calls does not confirm what the fastest calls say"
+        where, reason = Direction.UNSURE, "the mean over all calls contradicts the fastest calls"
     if is_uneven(ratio, typical) and (contradicted or not difference.alone):
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
     old, new = figures.shown or (_geometric_mean(figures.old), _geometric_mean(figures.new))

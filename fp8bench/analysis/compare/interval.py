@@ -1,9 +1,9 @@
 """The ratio of two sides that were measured at different times, with an interval that includes how much runs differ.
 
-Noise within a run says nothing about the next run's clocks, memory layout and neighbours. With eight runs or more the
-spread between runs is known and is part of the interval. With fewer it is unknown: then the interval holds the ratio
-of any old run to any new one, there is no p-value, and no change below 10% is called better or worse. Exact values are
-compared here, too.
+The next run may have different clocks, memory layout and neighbours, which noise within a run does not show. With eight
+runs or more the spread between runs is known and is part of the interval. With fewer it is unknown: then the interval
+holds the ratio of any old run to any new one, it has no p-value, and no change below 10% is called better or worse.
+Exact values are also compared here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
         )
     if ratio.low > 1 - SAME and ratio.high < 1 + SAME:
         return Direction.SAME, ""
-    return Direction.UNSURE, "runs of one side differ too much to tell; measure more of them, or duel"
+    return Direction.UNSURE, "runs of one side differ too much; measure more of them, or duel"
 
 
 class FigureChange(NamedTuple):
@@ -134,16 +134,16 @@ def compare_exact_values(old: Sequence[float], new: Sequence[float], *, rounding
     old_value = math.nan if broken[0] else median(old)
     new_value = math.nan if broken[1] else median(new)
     if all(broken):
-        return FigureChange(Direction.NONE, old_value, new_value, why="it is no number on both sides")
+        return FigureChange(Direction.NONE, old_value, new_value, why="it is not a number on both sides")
     if any(broken):
         where = Direction.WORSE if broken[1] else Direction.BETTER
-        return FigureChange(where, old_value, new_value, why="it is no number on one side")
+        return FigureChange(where, old_value, new_value, why="it is not a number on one side")
     # 2. Neither zero nor infinity has a ratio.
     if old_value == new_value and not 0 < old_value < math.inf:
         return FigureChange(Direction.SAME, old_value, new_value)
     where = Direction.WORSE if new_value > old_value else Direction.BETTER
     if not (0 < old_value < math.inf and 0 < new_value < math.inf):
-        reason = "from or to nothing, or without bound: no ratio says it"
+        reason = "from or to zero, or without bound: it has no ratio"
         return FigureChange(where, old_value, new_value, why=reason)
     # 3. Values that vary are compared like measured ones.
     varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (old, new))
@@ -180,7 +180,8 @@ def p_value(statistic: float, freedom: float) -> float:
 
 @lru_cache(maxsize=2048)
 def quantile(level: float, freedom: float) -> float:
-    """Returns the bound within which Student's t lies with the chance `level`: 12.7 for 95% and 1 degree of freedom."""
+    """Returns the bound that Student's t does not exceed with the chance `level`: 12.7 for 95% and 1 degree of
+    freedom."""
     low, high = 0.0, 1.0
     while p_value(high, freedom) > 1 - level:
         high *= 2

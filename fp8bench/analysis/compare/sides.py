@@ -45,7 +45,7 @@ _OLDER = frozenset(
 _MACHINE = "asv_machine"
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
 _TIME_FACTS = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
-# Prefixes of facts that times depend on. Signal handlers are switches, too, and cost no time.
+# Prefixes of facts that times depend on. Signal handlers are also switches, but cost no time.
 _PREFIXES = ("env_", SWITCH, "driver's cuda", "rank ")
 _SIGNALS = f"{SWITCH}the handler of "
 # Fields of a request that count as facts.

@@ -3,7 +3,7 @@
 Series are searched in logarithms, so that a step is a ratio, and many at once. Single outliers (bad nights) are
 replaced by their surroundings. Then each series is cut into pieces of one level, at a price for each cut that flat
 series rarely pay. The price is in units of the series' own noise: first of differences of neighbours, then of the
-residuals around the pieces, where autocorrelation counts as more noise. reports/asv_cpu_202611 says how often that is
+residuals around the pieces, where autocorrelation counts as more noise. reports/asv_cpu_202611 shows how often that is
 right.
 """
 
@@ -167,7 +167,7 @@ _FURTHEST = 0.42
 # Since the noise is estimated from the series and the place was chosen, a flat series is cut somewhere as often as if
 # deviations were smaller by this factor. Counted for 15 to 300 values.
 _WORTH = 0.8
-# The chance that a step lies before its range, and the same for after it.
+# The chance that the true step precedes its range, and the same chance for following it.
 _TAIL = 0.03
 # Gaussian deviations to either side for this level.
 _LEVEL = 0.99

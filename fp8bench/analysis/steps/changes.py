@@ -32,8 +32,8 @@ TOO_FEW_SINCE = (
     f"since their conditions or version changed fewer than {LEAST_VALUES} commits were measured under the same, which "
     "is too few for a step to show: nothing is said of these"
 )
-BELOW_ZERO = "values below 0, between which no ratio says anything"
-_NOT_FINITE = "from or to no finite number: no ratio says it"
+BELOW_ZERO = "values below 0, which have no meaningful ratio"
+_NOT_FINITE = "from or to a number that is not finite, so without a ratio"
 # Zero counts as this share of the smallest other value.
 _NOTHING = 0.5
 
@@ -195,7 +195,7 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
 
 
 def _is_same_step(mean: Change, fast: Change) -> bool:
-    """Whether both changes are of one case, and may lie between the same commits."""
+    """Whether both changes are of one case, and the same commit may have made both."""
     if fast.trend.series.metric != _FASTEST_CALLS[mean.trend.series.metric]:
         return False
     if fast.state is not mean.state or _cell_of(mean) != _cell_of(fast):
@@ -290,7 +290,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
     if finite and level > 0 and new_level > 0:
         ratio = replace(step.ratio, level=1.0) if stretch.counted else step.ratio
     else:
-        reason = "from or to nothing: no ratio says it" if finite else _NOT_FINITE
+        reason = "from or to zero: it has no ratio" if finite else _NOT_FINITE
     comparison = Comparison(
         case_of(trend),
         trend.series.workload,
@@ -408,7 +408,7 @@ def covers(ack: Ack, change: Change) -> bool:
         return False
     if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
         return False
-    # 3. Both may lie between the same commits; an end that the trend lacks is replaced by the change's.
+    # 3. One commit may have made both; an end that the trend lacks is replaced by the change's.
     places = {figure.commit: place for place, figure in enumerate(trend.figures)}
     if ack.since not in places and ack.until not in places:
         return False

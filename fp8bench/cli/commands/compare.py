@@ -16,15 +16,17 @@ EXAMPLES = ("fp8bench compare HEAD~1 HEAD  # after `fp8bench suite all --grid` a
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares what was measured at two times, or of two commits: every case and figure that both "
-        "have. `fp8bench gate` judges what this shows."
+        "Compares two runs, commits or stores: every case and figure that both have. `fp8bench gate` judges "
+        "the comparison and sets an exit code."
     )
     parser.epilog = "Exit codes: 0 compared, whatever it says; 2 wrong usage, or there is no such run."
     parser.add_argument(
         "before",
         metavar="A",
-        help="runs (ids, files' stems, paths, 'last'), a commit, a store's folder, or a stream of fp8bench.watch; "
-        "several with commas count as one, and are seeds of a stream",
+        help=(
+            "runs (ids, files' stems, paths, 'last'), a commit, a store's folder, or a stream of fp8bench.watch; "
+            "several, separated by commas, are joined (streams as seeds)"
+        ),
     )
     parser.add_argument("after", metavar="B", help="the same; ratios are of B over A")
     add_common(parser, "--store", help="where A and B are, as in suite")

@@ -16,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure what the harness itself costs, and how far runs of a standard case lie apart",
+        help="measure the cost of the harness, and the spread between runs of a standard case",
     )
     parser.add_argument(
         "--peak",
@@ -28,9 +28,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--topology",
         type=types.path,
         metavar="FILE",
-        help="write how this machine's GPUs are linked to this file, as plan-parallel takes it, and print nothing else",
+        help="write this machine's GPU links to FILE, for plan-parallel, and print nothing else",
     )
-    add_common(parser, "--store", help="where ceilings and spreads are kept, as in suite")
+    add_common(parser, "--store", help="where ceilings and spreads are stored, as in suite")
 
 
 def run(arguments: argparse.Namespace) -> int:

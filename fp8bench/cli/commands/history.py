@@ -39,49 +39,49 @@ def add(parser: argparse.ArgumentParser) -> None:
     def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
         subparser = add_command(name, words, epilog)
         add_common(subparser, "--store", help="as in suite")
-        add_common(subparser, "--import", help="module or .py file of suites of your own that were measured")
+        add_common(subparser, "--import", help="module or .py file of your suites that were measured")
         return subparser
 
-    listing = command("list", "the series that there are, or the runs")
-    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
+    listing = command("list", "list the series, or the runs")
+    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="print only lines that contain WORD")
     add_common(listing, "--explain", "--md")
-    listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
-    show = command("show", "one series, commit by commit")
+    listing.add_argument("--runs", action="store_true", help="list the runs instead, newest first")
+    show = command("show", "print a series, commit by commit")
     add_common(show, "--explain", "--md")
     show.add_argument(
-        "series", metavar="SERIES", help="as `history list` names it; a part that fits one series will do"
+        "series", metavar="SERIES", help="a name from `history list`, or a part of it that matches only one"
     )
     regressions = command(
         "regressions",
-        "where series stepped up or down, and stayed there",
+        "list lasting steps of series, up or down",
         "Exit codes: 0 no open change is worse and no count changed, 1 one is or has, 2 wrong usage.",
     )
     regressions.add_argument(
         "--all",
         action="store_true",
-        help="also what was acknowledged, taken back by a later change, or measured with another version",
+        help="also steps that were acknowledged, reverted by a later change, or measured with another version",
     )
     add_common(regressions, "--explain", "--md")
     add_common(regressions, "--json", help="print all of them as JSON instead")
-    ack = command("ack", "say that the open changes of a series are known and stay, so that they alarm no more")
+    ack = command("ack", "accept the open changes of a series, so that they raise no more alarms")
     ack.add_argument(
         "series", metavar="SERIES", help="as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
     )
-    ack.add_argument("--because", metavar="TEXT", help="why they stay")
-    ack.add_argument("--undo", action="store_true", help="let them alarm again")
+    ack.add_argument("--because", metavar="TEXT", help="the reason")
+    ack.add_argument("--undo", action="store_true", help="allow alarms again")
     command(
         "verify",
-        "read every file of the store and say what is broken, and where; changes nothing",
-        "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is.",
+        "read every file of the store and report damage; change nothing",
+        "Exit codes: 0 no damage, 2 no such store, 3 damage found.",
     )
     command(
         "rebuild",
-        "make asv's view from the runs again; what asv alone measured stays",
-        "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made.",
+        "write asv's view again from the runs; results that only asv measured stay",
+        "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be written.",
     )
     merge = command(
         "merge",
-        "take in the store of another machine",
+        "import the store of another machine",
         "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken.",
     )
     merge.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")

@@ -19,9 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", nargs="?", metavar="WHAT", help="suites, dtypes, backends, devices, or a suite (its axes)"
     )
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="one of the dtypes: all that there is to say of it, its options too"
-    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a dtype: its details and options")
     add_common(parser, "--import", help="as in suite")
 
 

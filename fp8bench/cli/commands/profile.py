@@ -18,15 +18,17 @@ FIRST_OPTIONS = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says how much of a model's products could be in low precision, and what not and why; then measures a step of "
-        "the model as it came beside steps of copies whose layers multiply in other precisions."
+        "Reports which of a model's products could run in low precision, which could not, and why; then "
+        "measures a step of the unchanged model next to copies whose layers multiply in other precisions."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        help="a function without arguments that gives (model, batch), or (model, batch, loss); file.py:function, "
-        "too. A batch is a tensor, a tuple of what the model takes by position, or a mapping by name",
+        help=(
+            "a function without arguments that returns (model, batch) or (model, batch, loss), also as "
+            "file.py:function. A batch is a tensor, a tuple of positional arguments, or a mapping of named ones"
+        ),
     )
     _add_what(parser.add_argument_group("what to measure"))
     how = parser.add_argument_group("how")
@@ -41,25 +43,26 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add_common(group, "--dtypes", help="precisions of the copies, accelerate-fp8 too; default bf16,fp8")
     add_common(group, "--devices")
-    add_common(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
+    add_common(group, "--reference", help="what the others are compared with; default untouched, the unchanged model")
     add_common(group, "--backend")
     add(
         "--skip",
         type=types.words,
         default=(),
         metavar="A,B",
-        help="what stays as it came: kinds of layers (head, linear, conv2d), or paths of modules with * and ?",
+        help="layers to leave unchanged: kinds (head, linear, conv2d), or module paths with * and ?",
     )
     add(
         "--precision-map",
         type=types.precision_map,
         default=(),
         metavar="LAYER=DTYPE,...",
-        help="layers that take another precision than their copy's: a kind, a path of a module "
-        "(model.layers.0.mlp.up_proj) "
-        "or a prefix of paths; or a file with one on each line. untouched: it stays as it came",
+        help=(
+            "layers with another precision than their copy's: a kind, a module path (model.layers.0.mlp.up_proj) "
+            "or the beginning of paths; or a file with one per line. untouched leaves a layer unchanged"
+        ),
     )
-    add("--forward", action="store_true", help="forward alone, without gradients; else a training step")
+    add("--forward", action="store_true", help="measure forward only, without gradients; default a training step")
     add(
         "--optimizer",
         choices=OPTIMIZERS,
@@ -67,7 +70,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
     )
-    add("--compile", action="store_true", help="torch.compile the model, both as it came and converted")
+    add("--compile", action="store_true", help="torch.compile both the unchanged and the converted models")
     add_common(group, "--import")
 
 

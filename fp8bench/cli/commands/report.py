@@ -27,13 +27,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--plots",
         type=types.path,
         metavar="DIR",
-        help="also write each chart there as a picture for slides and papers, called as on the page",
+        help="also write each chart to DIR as a picture for slides and papers, named as on the page",
     )
     parser.add_argument(
         "--plots-format",
         type=types.words,
         metavar="FORMAT,...",
-        help=f"what pictures --plots writes: {', '.join(PICTURE_FORMATS)}; default {PICTURE_FORMATS[0]}",
+        help=f"formats of these pictures: {', '.join(PICTURE_FORMATS)}; default {PICTURE_FORMATS[0]}",
     )
 
 

@@ -22,12 +22,12 @@ from fp8bench.store.runs.listing import find_run, load_stored_run
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
 # Tables of a run with more detail than the answer.
 _DETAILS = {
-    "memory": "memory at the highest point of a step, by role",
-    "data": "its data before scaling, and how much lies outside each format's range",
-    "numbers": "every error and other figure",
-    "energy": "energy of a step and of its phases, or why there is none",
-    "notes": "what was noted, skipped, doubted or not checked",
-    "all": "everything a terminal can say of it; of a training, too",
+    "memory": "memory at the peak of a step, by role",
+    "data": "its data before scaling, and the share outside each format's range",
+    "numbers": "all errors and other figures",
+    "energy": "energy of a step and of its phases, or why it is missing",
+    "notes": "notes, skipped cases, doubts, and what was not checked",
+    "all": "print everything; also of a training",
 }
 
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     selected = [table for table in _OF_RUNS if getattr(arguments, table.name)]
-    # 1. A word may name a run or a result of another kind.
+    # 1. A word may name a run or any other stored result.
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
         # 2. A run, as its page or as the one table that was asked for.
@@ -128,7 +128,7 @@ def _detail(name: str, run: Run, store: Path) -> View:
 
 
 _OF_RUNS = (
-    *(KeptTable(name, f"of a run: {words}", partial(_detail, name)) for name, words in _DETAILS.items()),
-    KeptTable("tape", "of a run: the operators of its steps, their FLOPs and bytes, by precision", _tape),
-    KeptTable("shares", "of a run: what each kind of work and each module takes of a step", _shares),
+    *(KeptTable(name, f"run: {words}", partial(_detail, name)) for name, words in _DETAILS.items()),
+    KeptTable("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _tape),
+    KeptTable("shares", "run: the share of each module and each kind of work in a step", _shares),
 )

@@ -12,10 +12,10 @@ from fp8bench.errors import EXIT_OK
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    words = "name the checkpoints that nobody needs to read what a store holds"
+    words = "list checkpoints that no stored result needs"
     prune = subcommands(parser)("prune", words, "Exit codes: 0 done, 2 wrong usage, or something could not be removed.")
     add_common(prune, "--store", help="as in suite")
-    prune.add_argument("--yes", action="store_true", help="remove them")
+    prune.add_argument("--yes", action="store_true", help="delete them")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
+from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
-from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
+from fp8bench.measure.handle import workers_ahead
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
@@ -29,6 +32,7 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
+from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
@@ -72,15 +76,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=types.sessions,
         default=types.Sessions(),
         metavar="N[@TIME]",
-        help="measure it N times by fresh processes, TIME (90s, 10m, 1h) apart, because what a machine does "
-        "changes over minutes: an interval spans all sessions; default 1",
+        help=(
+            "repeat the run N times in fresh processes, TIME (90s, 10m, 1h) apart; intervals span all sessions "
+            "and so include slow changes of the machine; default 1"
+        ),
     )
     how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     how.add_argument(
         "--write-plan",
         type=types.path,
         metavar="FILE",
-        help="with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one",
+        help="with --dry-run: also write the plan to FILE, divided into cells for --plan and --cell",
     )
     _add_where(parser.add_argument_group("where"))
 
@@ -91,19 +97,20 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         "--config",
         type=types.path,
         metavar="FILE",
-        help="options in YAML, by their names without dashes, and suite: NAME; the command line wins",
+        help="options in YAML, by name without dashes, and suite: NAME; the command line overrides it",
     )
-    group.add_argument(
-        "--resume", metavar="RUN", help="resume a run that was interrupted: only what it lacks is measured"
-    )
+    group.add_argument("--resume", metavar="RUN", help="resume an interrupted run: measure only what is missing")
     group.add_argument(
         "--plan",
         type=types.path,
         metavar="FILE",
-        help="a plan of --write-plan, of which one --cell is measured; one that is done is not done again",
+        help="measure one --cell of a plan that --write-plan wrote; a finished cell is skipped",
     )
     group.add_argument(
-        "--cell", type=types.whole(whole_number(0)), metavar="N", help="which cell of the plan, counted from 0"
+        "--cell",
+        type=types.whole(whole_number(0)),
+        metavar="N",
+        help="the cell of the plan to measure, counted from 0",
     )
     add_common(group, *OUTPUTS)
 
@@ -129,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _ceilings(request, arguments)
     check_names(request)
     if request.trace in PROFILERS:
-        return _run_under(request.trace, arguments.dry_run)
+        return _run_under(request.trace, arguments)
     # 3. A dry run plans without measuring.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
@@ -149,11 +156,12 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure, once or in several sessions.
-    from fp8bench.pipeline import execute
-
+    # 4. Measure, once or in several sessions. Workers import torch while this process imports the rest.
     if arguments.sessions.runs == 1:
-        return measure_and_tell(request, arguments, execute)
+        with workers_ahead(request, switches_of(os.environ).second) as begun:
+            from fp8bench.pipeline import execute
+
+            return measure_and_tell(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
     from fp8bench.jobs.several_runs import execute_sessions
 
     several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
@@ -167,18 +175,29 @@ _PROFILER_WORDS = {
 }
 
 
-def _run_under(profiler: str, prints_only: bool) -> int:
-    """Runs this command again under a profiler, or prints how; its run goes to another store, as its times are
-    distorted."""
-    words = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
-    own = [word for word in sys.argv[1:] if word != "--dry-run"]
-    words += [sys.executable, "-m", "fp8bench", *own, "--trace", NVTX, "--store", f"fp8bench-{profiler}"]
-    if prints_only:
-        say(shlex.join(words))
+def _run_under(profiler: str, arguments: argparse.Namespace) -> int:
+    """Runs this command again under a profiler, or prints the command for that.
+
+    Times under a profiler are distorted, so the run is stored in a separate folder unless --store names one.
+    """
+    command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
+    words = [word for word in arguments.words if word != "--dry-run"]
+    # The last --trace and --store of a command count.
+    words += ["--trace", NVTX]
+    if arguments.store == Path(DEFAULT_STORE):
+        words += ["--store", f"fp8bench-{profiler}"]
+    command += [sys.executable, "-m", "fp8bench", *words]
+    if arguments.dry_run:
+        say(shlex.join(command))
         return EXIT_OK
     if shutil.which(profiler) is None:
-        raise UsageError(f"{profiler} is not installed here. Install it, or run this where it is: {shlex.join(words)}")
-    return subprocess.call(words)
+        raise UsageError(
+            f"--trace {profiler}: {profiler} is not installed here. Install it, run this where it is installed, or "
+            f"print the command with --dry-run: {shlex.join(command)}"
+        )
+    folder = f"fp8bench-{profiler}" if arguments.store == Path(DEFAULT_STORE) else arguments.store
+    complain(f"the run is stored in {folder}; its times are distorted by {profiler}, so compare it with no other run")
+    return subprocess.call(command)
 
 
 def measure_and_tell(
@@ -241,12 +260,12 @@ def _energy_time(plan: Plan, request: Request) -> str:
 
 
 def _cell(arguments: argparse.Namespace) -> int:
-    """Measures one cell of a plan; the plan says what to measure."""
+    """Measures one cell of a plan, which holds the request."""
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # Only the plan says what to measure: any other option would be ignored.
+    # The plan holds the request: any other option would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
@@ -258,7 +277,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Resumes a run; its file says what to measure."""
+    """Resumes a run, whose file holds the request."""
     from fp8bench.pipeline import resume
 
     check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])

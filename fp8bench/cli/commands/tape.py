@@ -18,8 +18,9 @@ FIRST_OPTIONS = "--dtypes --devices --set --import --precision-map --json --csv"
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "One untimed step of each case, operator by operator: FLOPs and bytes by phase, the largest first, precisions "
-        "side by side. Nothing is declared by the suite; what has no formula is unknown. Times nothing."
+        "Records one untimed step of each case: FLOPs and bytes by phase and operator, the largest first, "
+        "precisions side by side. The counts come from the operators that ran, not from the suite; an "
+        "operator without a formula is unknown."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 no case has a tape."
     parser.add_argument("suite", metavar="NAME", help="a suite, or a .py file with suites of your own")
@@ -29,9 +30,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=types.precision_map,
         default=(),
         metavar="LAYER=DTYPE,...",
-        help="layers that take another precision than the case's, as in suite",
+        help="layers with another precision than the case's, as in suite",
     )
-    add_common(parser, "--store", help="where the text is that suites read")
+    add_common(parser, "--store", help="where suites look for their text")
     add_common(parser, "--no-isolation", help="record in this process, without a worker")
     add_common(parser, "--explain")
     add_common(parser, "--json", help="print the tapes as JSON instead")

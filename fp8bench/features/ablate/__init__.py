@@ -1,1 +1,1 @@
-"""Understand: measure each option of a step alone, added, and left out of all."""
+"""Understand: measure each option of a step alone, added, and left out."""

@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
-    words = "a suite, a .py file with a suite of your own, or MODULE:FUNCTION of a model, as profile takes it"
+    words = "a suite, a .py file with your suite, or MODULE:FUNCTION of a model, as profile takes it"
     add("target", metavar="SUITE", help=words)
     named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     add(
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"precisions, {named}, in the order in which they are added",
     )
-    add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")
+    add("--reference", metavar="DTYPE", help="the precision without options; default fp32, for your model untouched")
     add_common(parser, "--set", help="an axis of the suite for all arms")
     add_common(parser, "--quick")
     add_common(parser, "--budget")
@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_common(parser, "--store", help="as in suite")
     add_common(parser, "--explain")
     add_common(parser, "--json", help="print all of it as JSON instead of the tables, every round included")
-    add_common(parser, "--md", help="also write it there as Markdown")
+    add_common(parser, "--md", help="also write it to PATH as Markdown")
     add_common(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the tables")
 
 

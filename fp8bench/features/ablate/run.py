@@ -94,7 +94,7 @@ def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[Ab
                 f"--options {','.join(same_axis)} are {kind}: a step has only one at a time. Leave out all but one."
             )
     if len(options) < 2:
-        raise UsageError("--options needs two or more: for a single one run a suite. Give bf16,compile, say.")
+        raise UsageError("--options needs two or more: for a single one run a suite. Give --options bf16,compile.")
     return options
 
 
@@ -187,7 +187,9 @@ def _ablation_of(
     for names, record in zip(planned, records, strict=True):
         share = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in together
-        reason = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
+        reason = record.reason or (
+            "" if paired else "memory has no room for it next to the remaining arms, so it could not share their rounds"
+        )
         reason = reason or other_work(record, first, share)
         # One record at a time, because findings of several records assume that all do the same work.
         (finding,) = find([record], {})

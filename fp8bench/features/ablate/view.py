@@ -116,7 +116,7 @@ def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
 _QUOTED = (3.0, 4.0)
 _QUOTED_WITH = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 _LEGEND = (
-    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds, or their range",
+    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% interval of this run, or the range of its rounds",
     "alone: the option and no other; then: added to those before it; left out: what is lost where it alone is missing",
     "reading: alone below left out: it needs another; alone above left out: another does the same work",
     "times: of whole steps, the fastest quarter of the rounds; of another batch as if it had as many tokens",
@@ -140,10 +140,10 @@ def page_of(ablation: Ablation) -> Page:
 def sentences(ablation: Ablation) -> Iterator[str]:
     first, complete = ablation.arms[0], ablation.arm(ablation.names)
     names = join_words(ablation.names)
-    emulated = "emulated: its time is no speed"
-    # 1. Without both ends there is no speed.
+    emulated = "emulated: its time does not show a speed"
+    # 1. A speed needs both ends.
     if not first.timed:
-        yield f"nothing can be said of speed: the step without options has none ({first.why or emulated})"
+        yield f"speed is unknown: the step without options has none ({first.why or emulated})"
         return
     if not complete.timed:
         yield f"{names} together have no speed here: {complete.why or emulated}"
@@ -166,7 +166,7 @@ def sentences(ablation: Ablation) -> Iterator[str]:
             f"{judged} here"
         )
     if savings.floor is not None:
-        few = "" if speed.level else f"; [low, high]: range of {len(complete.rounds)} rounds, no interval of so few"
+        few = "" if speed.level else f"; [low, high]: range of {len(complete.rounds)} rounds, too few for an interval"
         yield f"noise floor (A/A): +-{units.percent(savings.floor)}{few}"
 
 

@@ -1,1 +1,1 @@
-"""Decide: adopt a precision, keep layers high, or do nothing, and why."""
+"""Decide: recommend a precision, with reasons: adopt, keep layers high, or wait."""

@@ -147,7 +147,7 @@ class ComparedCase:
             )
             if record is not None and finding is not None
         ]
-        # Without a share on both sides there is no ratio.
+        # A ratio needs a share on both sides.
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]
@@ -318,7 +318,7 @@ def _words(pair: ComparedCase) -> dict[str, str]:
 
 
 def met_above(gain: Interval, least: float) -> Met:
-    """Returns YES if the whole interval lies at or above `least`, NO if below, else UNCLEAR."""
+    """Returns YES if the whole interval is at least `least`, NO if below, else UNCLEAR."""
     return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
 
 

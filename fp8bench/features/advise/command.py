@@ -16,27 +16,28 @@ from fp8bench.model.request import PERCENT
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Answers three questions about each precision of a stored run: does it pay, does it fit, does it learn? And "
-        "says what to do: adopt it, leave layers high, or do nothing, because. All figures were measured on this "
-        "machine; what nobody measured is said to be so, with the command that would."
+        "Answers three questions about each precision of a stored run: does it pay, does it fit, does it "
+        "learn? Then recommends, with the reason: adopt it, keep some layers in high precision, or change "
+        "nothing. All figures were measured on this machine; for a missing one it prints the command that "
+        "measures it."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage."
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run, or the profile of a model of your own: an id, a file's stem, a path, or 'last'",
+        help="a run or a profile: an id, a file stem, a path, or 'last'",
     )
     parser.add_argument(
         "--training",
         metavar="STUDY",
-        help="a training whose arms say whether a precision still learns: an id, its folder, or 'last'",
+        help="a training that shows whether a precision still learns: an id, its folder, or 'last'",
     )
     parser.add_argument(
         "--least",
         type=types.number(PERCENT),
         default=10.0,
         metavar="PERCENT",
-        help="the gain of a step from which on a precision is worth the trouble; default 10",
+        help="smallest gain of a step that is worth adopting a precision for; default 10",
     )
     add_common(parser, "--store", help="as in suite")
     add_common(parser, "--import", help="as in suite")

@@ -19,7 +19,7 @@ from fp8bench.report.panels import together
 Answers = Mapping[str, RuleAnswer]
 # Rules whose "no" counts against a precision, in the order in which reasons are listed.
 _AGAINST = ("learns", "errors", "amdahl", "casts", "coverage")
-# Those that no speed compensates for, with the meaning of their "no".
+# Questions whose "no" no speed compensates for, with its meaning.
 _SPOILING = {"learns": "it does not learn as well", "errors": "its errors are too large"}
 _ORDER = list(AdviceKind)
 # A step this many times faster than Amdahl's law allows was a different step.

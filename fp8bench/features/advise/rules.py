@@ -120,7 +120,7 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if product_ratio is None or both is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     if casts is None:
-        return "it has no casts of its own"
+        return "it casts nothing"
     alone, taxed = product_ratio.inverse, both.inverse
     figure = f"products {gain_text(alone)}, with casts {gain_text(taxed)}" + _ESTIMATED * pair.estimated
     grounds = (
@@ -246,7 +246,7 @@ def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
 def _judge_layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     study = study_of(pair, basis)
     if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
-        return None  # layers of a unit-scaled model cannot be used in another model
+        return None  # layers of a unit-scaled model do not work in a plain model
     if study is None or not study.candidates:
         return "no layer was tried alone"
     row = f"sensitivity study {study.path or study.started}"

@@ -27,7 +27,7 @@ LEGEND = (
     "emulated cases have no speed",
     "yes speaks for the precision; not measured here: no figure of this machine answers it, and the command would",
 )
-_NOTHING = "There is nothing to advise on: the run has no case beside a reference."
+_NOTHING = "There is nothing to advise on: the run has only a reference."
 Rows = Sequence[Sequence[RuleAnswer]]
 
 
@@ -108,7 +108,7 @@ def _rows(advised: Advised, question: Question) -> Rows:
     by_row: dict[tuple[str, ...], list[RuleAnswer]] = {}
     for answer in advised.answers:
         if answer.topic is question:
-            # What an emulation leaves open has a single reason, and needs a single row.
+            # An emulation leaves questions open for a single reason, so a single row suffices.
             last = answer.figure if _is_emulated(answer) else answer.rule
             by_row.setdefault((_place(answer), answer.mode, last), []).append(answer)
     return [*by_row.values()]
@@ -133,7 +133,7 @@ def _next(advised: Advised) -> Iterator[Element]:
     for question in Question:
         unanswered = [row[0] for row in _rows(advised, question) if not _is_answered(row)]
         missing += [answer for answer in unanswered if not _is_emulated(answer)]
-    # One command per question: the first often answers the others, too.
+    # One command per question: the first often answers the rest.
     commands: dict[Question, str] = {}
     for answer in missing:
         if answer.measure:

@@ -288,7 +288,7 @@ _SEARCHES = 4
 NORMAL = "normal"
 # Codes of failures after which no other check can judge the result.
 _NOTHING = ("raises", "shape", "dtype", "lazy-result")
-# What the kernel raises, in this process or in its own.
+# Exceptions of the kernel, in this process or in the kernel's.
 REFUSALS = (KernelRaised, WorkerFault)
 # Added to the seed for a second, independent input.
 ANOTHER = 1 << 32
@@ -354,7 +354,7 @@ class Auditor:
         """Records the first finding of an argument whose memory has changed its digest after calls."""
         for place, (packed, digest) in enumerate(zip(placed, digests, strict=True)):
             if digest_of(packed) != digest and self.changed is None:
-                reason = f"the memory of argument {place + 1} is not as it was before the call"
+                reason = f"the memory of argument {place + 1} was changed by the call"
                 self.changed = self.about(tried, fail("input-changed", reason))
 
     def wrong_sample(self, matrices: Matrices, results: dict[str, Tensor], chance: Random) -> AuditFinding | None:
@@ -437,8 +437,8 @@ class Auditor:
 
 
 class AuditCheck(NamedTuple):
-    """One check. `look` yields failures and remarks; it may raise whatever foreign code raises, which keeps what it has
-    yielded so far. With `needs_sound` it runs only if numbers are right, which the check that `decides` determines."""
+    """One check. `look` yields failures and remarks; it may raise whatever foreign code raises, and earlier yields
+    still count. With `needs_sound` it runs only if numbers are right, which the check that `decides` determines."""
 
     name: str
     look: Callable[[Auditor], Iterable[AuditFinding]]

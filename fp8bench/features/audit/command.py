@@ -71,12 +71,12 @@ FIRST_OPTIONS = "--kind --precision --takes --device --all --md --explain --json
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Gives a product, linear layer or attention of low precision inputs in which mistakes show, "
-        "and says whether what comes out is what its precision gives, and if not, which mistake it is. Of a model that "
-        "somebody has converted it says what runs in low precision, and what was left out."
+        "Calls a low-precision product, linear layer or attention with inputs that expose mistakes, and "
+        "checks that its results are what its precision gives; if not, it names the mistake. Of a converted "
+        "model it reports what runs in low precision and what was left out."
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable, also as file.py:function")
     how: dict[str, dict[str, Any]] = {
         "kind": {"choices": [kind.value for kind in AuditKind]},
         "precision": {"metavar": "DTYPE"},
@@ -90,7 +90,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     add_common(parser, "--seed", help="for the data; default 0")
     add_common(parser, "--threads", "--store")
-    add_common(parser, "--all", help="every finding and layer, too, as --md and --json have them")
+    add_common(parser, "--all", help="print every finding and layer, as --md and --json do")
     add_common(parser, "--md", "--explain")
     add_common(parser, "--json", help="print all of it as JSON instead of the tables")
 
@@ -175,13 +175,13 @@ def audit(
 
 
 def _absolute(target: str) -> str:
-    """Makes a path absolute: the worker has another working directory."""
+    """Makes a path absolute: the worker runs in a different working directory."""
     place, _, name = target.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
 
 
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Returns current ceilings, measured now if there are none; None if measuring is not allowed, or fails."""
+    """Returns current ceilings, measured now if necessary; None if measuring is not allowed, or fails."""
     measured = partial(measure_ceilings, worker, facts)
     may_measure = switches_of(os.environ).ceilings
     try:

@@ -1,7 +1,7 @@
 """The kernel's side of an audit: it calls the kernel when the judge asks, and answers with numbers, strings and bytes.
 
 It runs in a separate process. Expected results, and whether they were met, exist only in the judge's process, which
-imports nothing of the kernel. This module runs as the program of the kernel's process.
+never imports the kernel. This module runs as the program of the kernel's process.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _COPIES = ("clone", "copy_", "_to_copy")
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
-    """Counts allocations, casts, copies and products, as far as they are operators of torch."""
+    """Counts allocations, casts, copies and products, if they are operators of torch."""
     with without_compiling(), OperatorTape() as tape:
         call()
     counts: Counter[str] = Counter()

@@ -28,7 +28,7 @@ HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
 WIDE = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The error of rounding a result to bfloat16, and again when its bias is added.
 _OUTPUT = 2.0**-7
-# Casts with another rounding have an error within this band of the emulation's, and a gain within this difference.
+# Casts that round differently have an error within this band of the emulation's, and a gain within this difference.
 _BAND, _GAIN = (0.8, 1.25), 0.01
 # A bias that was added more than once is reported beyond this factor.
 _CLEARLY = 0.5
@@ -141,7 +141,7 @@ class LayerNumbers:
                 same_error += [guess] * _has_error_of(cast, product_result, product)
             if guess in likely and guess in tight:
                 break
-        # 5. Exact results were not cast; if a cast matches, too, the precision is ambiguous.
+        # 5. Exact results were not cast; if a cast matches as well, the precision is ambiguous.
         if wide[name].none:
             return LayerVerdict(WEIGHTS if self._in_codes else "" if tight else name)
         if tight:
@@ -213,14 +213,14 @@ class LayerNumbers:
         return self.module(*arguments, **options) if places or names else self.module(x)
 
     def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
-        """Returns the fault of a gradient; '' if there is none. Only a trainable layer needs gradients."""
+        """Returns the fault of a gradient, '' for a right one. Only a trainable layer needs gradients."""
         # 1. Backpropagate one random gradient, the same in every audit.
         tensors = {"input": x.detach().requires_grad_(), **self._trainable()}
         is_trained = len(tensors) > 1 and self.module.training
         with torch.enable_grad():
             output = self._call(tensors["input"])
             if not output.requires_grad:
-                return f"none of its gradients exists{_FOR_INFERENCE}" if is_trained else ""
+                return f"it has no gradient{_FOR_INFERENCE}" if is_trained else ""
             random = torch.Generator().manual_seed(1)
             gradient = torch.randn(output.shape, generator=random).to(output.device, output.dtype)
             gradients = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)

@@ -45,7 +45,7 @@ _SHOWN = 4
 
 @dataclass(eq=False)
 class FoundLayer:
-    """A module whose weight is multiplied; `row` is what is known about it so far, `verdict` the result for its
+    """A module whose weight is multiplied; `row` has the facts collected until now, `verdict` the result for its
     numbers."""
 
     module: nn.Module
@@ -281,7 +281,7 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
     """Audits a live model that Accelerate, torchao or another converter has been through. Converted layers are checked
-    as the model calls them, and by themselves, without and with gradients. The model stays as it was; scales that
+    as the model calls them, and by themselves, without and with gradients. The model stays unchanged; scales that
     remember earlier casts see these calls.
 
     model: the converted model

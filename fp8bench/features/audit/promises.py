@@ -1,11 +1,11 @@
-"""What a result should be, and which mistake explains one that differs.
+"""Computes what a result should be, and finds the mistake that explains one that differs.
 
 A kernel passes if every element equals the rounded sum of the promised products for some summation order. Otherwise the
 mistake that explains every element is named. An unexplained result is compared with the emulation's error on the same
 data: far above it is wrong, far below it is a wider precision.
 
 A softmax has no result that is exact to the last bit, so attention is judged by its error: scores and weights may stay
-in float32 or be rounded on the way, and a result must have the error of one of these variants, or lie between them.
+in float32 or be rounded on the way, and a result must have the error of one of these variants, or one between them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
 # The relative error of an element times a scale in float32, if the scale was computed differently. Also the error that
 # a float32 exponential, and sums in any order, may add to attention.
 _LAST_BITS = 2.0**-18
-# By how many grid steps a value may differ under another scale.
+# The most grid steps by which a value may differ under a different scale.
 _STEPS = 2.0
 # Rounding errors are treated as random: a sum of many may be off by this many standard errors.
 _DRAWN = 6.0
@@ -434,7 +434,7 @@ def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> Aud
     if result.dtype not in _RESULTS:
         return fail("dtype", f"gives {result.dtype}, and float32, bfloat16 or float16 were expected")
     lost = int((~result.isfinite()).sum()) if finite else 0
-    return fail("not-finite", f"{lost} of {result.numel()} results are no numbers") if lost else None
+    return fail("not-finite", f"{lost} of {result.numel()} results are not finite") if lost else None
 
 
 def in_band(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:

@@ -1,7 +1,7 @@
 """Checks of calls beyond their results: the work that torch sees, and their times.
 
 This module holds the list of all checks, and runs as the program of the judge: a process that has torch, starts the
-kernel's process, and imports nothing of the kernel.
+kernel's process, and never imports the kernel.
 """
 
 from __future__ import annotations

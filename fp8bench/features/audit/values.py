@@ -49,7 +49,7 @@ def remark(code: str, reason: str, error: float | None = None, expected: float |
 
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
-    """Returns FAIL if any failed, CANNOT TELL if any could not be judged or there is none."""
+    """Returns FAIL if any failed, CANNOT TELL if any could not be judged, or without checks."""
     outcomes = {finding.outcome for finding in findings}
     if AuditOutcome.FAIL not in outcomes and outcomes != {AuditOutcome.PASS}:
         return AuditOutcome.CANNOT_TELL

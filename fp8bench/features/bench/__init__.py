@@ -1,1 +1,1 @@
-"""Measure: compare your callables with a reference: speed, error, memory."""
+"""Measure: compare your functions with a reference: speed, error, memory."""

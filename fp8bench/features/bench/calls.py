@@ -51,7 +51,7 @@ def describe(tensors: Sequence[Tensor]) -> str:
 
 
 def make_inputs(setup: Setup) -> CallInputs:
-    """Returns fresh inputs of a case, the same each time. Raises UsageError if there are none."""
+    """Returns fresh inputs of a case, the same each time. Raises UsageError without inputs."""
     params, device = setup.params, setup.facts.key
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)

@@ -19,8 +19,8 @@ from fp8bench.protocols import Setup
 from fp8bench.worker.bits import other_numbers
 from fp8bench.worker.state_tensors import address_of, is_foreign
 
-# Results of different inputs differ by more than this; those of the same inputs at another address, summed in another
-# order, by less.
+# Results of different inputs differ by more than this; results of the same inputs at a different address, summed in a
+# different order, by less.
 _STALE = 0.01
 # At another shape errors may be this many times those at the first one, or this large.
 _TIMES_AS_FAR, _FAR = 10.0, 0.01

@@ -22,8 +22,9 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Calls callables and a reference on the same inputs, interleaved in the same rounds, and says for each whether "
-        "it is faster, by how much, how far it is from the reference and from float64, and what memory it takes."
+        "Calls your functions and a reference with the same inputs, interleaved in the same rounds, and "
+        "reports for each whether it is faster, by how much, its errors against the reference and float64, "
+        "and its memory."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
     add = parser.add_argument
@@ -35,17 +36,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="AxB,C",
-        help="shapes of the tensors that they are called with, drawn from --seed: 1024x4096,4096x1024; repeatable",
+        help="shapes of random input tensors: 1024x4096,4096x1024; repeatable",
     )
     add("--dtype", choices=DTYPES, metavar="NAME", help=f"of these tensors: {', '.join(DTYPES)}; default fp32")
     add(
         "--inputs",
         metavar="SOURCE",
-        help="what they are called with instead: file.py:function, which is given the device and the seed, or a .pt or "
-        ".safetensors file of tensors; default the function `inputs` of a callable's file",
+        help=(
+            "other inputs: file.py:function, called with the device and the seed, or a .pt or .safetensors file "
+            "of tensors; default the function `inputs` in a callable's file"
+        ),
     )
     add_common(parser, "--devices")
-    words = f"what the last cache holds when a call begins: {HOT} (default), {COLD} or {ROTATING} (other copies)"
+    words = f"state of the last-level cache when a call begins: {HOT} (default), {COLD} or {ROTATING} (over copies)"
     add("--cache", choices=(HOT, COLD, ROTATING), default=HOT, metavar="STATE", help=words)
     for option in ("--quick", "--budget", "--seed", "--threads", "--store", *_OUTPUTS):
         add_common(parser, option)

@@ -73,6 +73,6 @@ def _inputs_beside(targets: Sequence[str]) -> str:
         return f"{found}:{INPUTS}"
     where = f"define inputs(device, seed) in {files[0]}" if files else "name a function of (device, seed) by --inputs"
     raise UsageError(
-        f"there are no inputs for {targets[1]}. Give a shape for each argument, as in "
+        f"no inputs are given for {targets[1]}. Give a shape for each argument, as in "
         f"--shape 1024x4096,4096x1024, or {where}."
     )

@@ -32,7 +32,7 @@ class CallablePrecision(PlainPrecision):
     """Represents a callable in place of a case's precision: its mode is the callable's name."""
 
     name = "callable"
-    summary = "A callable as it is, in its own dtypes and switches."
+    summary = "An unchanged callable, in the dtypes and switches that it sets."
     rank = 0
     dtype = "float32"
     listed = False
@@ -74,7 +74,7 @@ class Callables(Workload):
     """Calls a callable on the same inputs as every other callable of its group."""
 
     name = BENCH
-    summary = "calls of your own callables and a reference on the same inputs (fp8bench bench)"
+    summary = "calls of your callables and a reference on the same inputs (fp8bench bench)"
     listed = False
     examined = True
     fused = False
@@ -97,7 +97,7 @@ class Callables(Workload):
         return Work()
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        return native("a callable as it is")
+        return native("a callable, unchanged")
 
     def examine(self, setup: Setup) -> Sequence[str]:
         from fp8bench.features.bench.checks import examine

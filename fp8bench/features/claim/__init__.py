@@ -1,1 +1,1 @@
-"""Decide: confirm or refute a sentence about low precision."""
+"""Decide: confirm or refute a statement about low precision."""

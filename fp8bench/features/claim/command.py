@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,6 @@ from fp8bench.features.claim.view import (
     page_of_answers,
     page_of_catalogue,
     page_of_check,
-    page_with_sources,
 )
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.jobs.observer import JobObserver
@@ -41,14 +40,13 @@ EXAMPLES = (
     "fp8bench claim my-claims.toml --keep evidence",
     "fp8bench claim check evidence",
 )
-# Options of a run that its row or this command already gives.
-_DEVICES = {"--device", "--devices", "--store", "--resume", "--config", "--dry-run", "--plan", "--cell"}
-_NEAREST = 3
+# Options that a row or this command already gives, or that would load code of whoever wrote the row.
+_REFUSED = {"--device", "--devices", "--store", "--resume", "--config", "--dry-run", "--plan", "--cell", "--import"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says of a sentence about low precision: confirmed, refuted, or cannot tell here, and why. Arithmetic and "
+        "Confirms or refutes a sentence about low precision, or explains why this machine cannot. Arithmetic and "
         "datasheets answer at once. A measured claim reuses runs of the last 7 days, or measures what is missing."
     )
     parser.epilog = (
@@ -92,19 +90,18 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     chosen = _choose(arguments)
     answers = _answer_claims(chosen, arguments, observer)
     # 2. The exit code is the worst answer's, unless the whole catalogue was asked, of which many sentences are wrong.
-    code = EXIT_OK if several else _exit_code(answers)
-    values = [answer.as_value() for answer in answers]
+    code = EXIT_OK if several else _exit_code(answered.answer for answered in answers)
+    values = [answered.as_value() for answered in answers]
     if len(answers) == 1:
         return CommandResult(answers, partial(page_of_answer, answers[0]), lambda: values, code=code)
-    pages = partial(page_of_answers, answers), partial(page_with_sources, answers)
-    return CommandResult(answers, pages[0], lambda: values, whole=pages[1], code=code)
+    return CommandResult(answers, partial(page_of_answers, answers), lambda: values, code=code)
 
 
-def _exit_code(answers: Sequence[ClaimAnswer]) -> int:
-    answers_given = {answer.answer for answer in answers}
-    if Answer.REFUTED in answers_given:
+def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
+    distinct = set(outcomes)
+    if distinct & {Answer.REFUTED, Standing.FAILS}:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if Answer.CANNOT_TELL in answers_given else EXIT_OK
+    return EXIT_BASELINE if distinct & {Answer.CANNOT_TELL, Standing.UNKNOWN} else EXIT_OK
 
 
 def _answer_claims(chosen: _Chosen, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
@@ -139,10 +136,7 @@ def _check(arguments: argparse.Namespace) -> CommandResult:
         raise UsageError("claim check takes one folder, which --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
     checked = check_folder(Path(folder), questions_of)
-    standings = {answer.standing for answer in checked}
-    code = (
-        EXIT_REGRESSION if Standing.FAILS in standings else EXIT_BASELINE if Standing.UNKNOWN in standings else EXIT_OK
-    )
+    code = _exit_code(checked_answer.standing for checked_answer in checked)
     return CommandResult(checked, partial(page_of_check, folder, checked), partial(encode, checked), code=code)
 
 
@@ -187,7 +181,7 @@ def _refuse(name: str, catalogue: ClaimsFile) -> Claim:
 
     if " " not in name.strip():
         raise UnknownName("claim", name, catalogue.claims, "`fp8bench claim` lists them, a file ends in .toml")
-    near = sorted(catalogue.claims.values(), key=nearness, reverse=True)[:_NEAREST]
+    near = sorted(catalogue.claims.values(), key=nearness, reverse=True)[:3]
     lines = "".join(f"\n  {row.id}: {row.sentence}" for row in near)
     raise UsageError(
         f"the catalogue does not have the sentence {name!r:.120}. Write it as a row of a claims file (docs/claims.md "
@@ -218,8 +212,11 @@ def _question(place: str, words: str) -> Question:
     if not typed or typed[0] not in ("suite", "train"):
         raise UsageError(f"{place}: run {words!r:.120} has to begin with suite or train, as on the command line.")
     for word in typed:
-        if word.partition("=")[0] in _DEVICES:
-            raise UsageError(f"{place}: {word} does not belong into run: the row's `device` says where. Remove it.")
+        if word.partition("=")[0] in _REFUSED or (typed[0] == "suite" and word.endswith(".py")):
+            raise UsageError(
+                f"{place}: `run` cannot have {word}: the row's `device` selects a device, and claims are about "
+                "suites that come with fp8bench. Remove it."
+            )
     try:
         arguments = parse(build_parser([typed[0]]), typed)
         if typed[0] == "train":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from fp8bench.analysis.roofline import datasheet_of
+from fp8bench.errors import StoreError
 from fp8bench.features.claim.expressions import evaluate
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.runs import NotHere, StoredRun
@@ -15,7 +16,7 @@ from fp8bench.units import describe
 
 # Gives the run of a measured claim; raises NotHere.
 GetRun = Callable[[Claim], StoredRun]
-_OF_PUBLISHED = {0: Answer.WITHIN, 1: Answer.ABOVE, -1: Answer.BELOW}
+_PUBLISHED_ANSWERS = {0: Answer.WITHIN, 1: Answer.ABOVE, -1: Answer.BELOW}
 _ON_A_DEVICE = "on a device that has the format"
 _MORE = "with more time, rounds or seeds, or on an idle machine"
 # Power limits that differ by less are the same.
@@ -89,9 +90,9 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
 
 
 def _compare_published(claim: Claim, run: StoredRun, reading: Reading) -> ClaimAnswer:
-    """Compares with a published figure. One outside of it on another card, or at another power, contradicts nothing."""
+    """Compares with a published figure. A figure outside of it contradicts nothing unless card and power are equal."""
     assert reading.value is not None
-    answer = _OF_PUBLISHED[claim.side(reading.value)]
+    answer = _PUBLISHED_ANSWERS[claim.side(reading.value)]
     differences = list(_differences(claim, run))
     if differences and answer is not Answer.WITHIN:
         answer = Answer.OTHER_CONDITIONS
@@ -100,7 +101,7 @@ def _compare_published(claim: Claim, run: StoredRun, reading: Reading) -> ClaimA
 
 
 def _differences(claim: Claim, run: StoredRun) -> Iterator[str]:
-    """Yields what differs between the published device and this one: the card, and its power limit."""
+    """Yields what differs, or is unknown, between the published device and this one: the card, and its power limit."""
     device = _device_of(run)
     sheet = datasheet_of(device.name)
     card = sheet.name if sheet else device.name
@@ -108,13 +109,19 @@ def _differences(claim: Claim, run: StoredRun) -> Iterator[str]:
         yield f"the source names no card; here {card}"
     elif not {*claim.card.lower().split()} <= {*card.lower().split()}:
         yield f"card {card}, published {claim.card}"
-    power = _environment_of(run).get(f"{device.key} power_cap")
-    if claim.power and isinstance(power, int | float) and abs(power / claim.power - 1) > _SAME_POWER:
-        yield f"power limit {power:g} W, published {claim.power:g} W"
+    cap = _environment_of(run).get(f"{device.key} power_cap")
+    power = cap if isinstance(cap, int | float) else None
+    is_same = power is not None and claim.power is not None and abs(power / claim.power - 1) <= _SAME_POWER
+    if device.accelerated and not is_same:
+        yield f"power limit {_watts(power)}, published {_watts(claim.power)}"
+
+
+def _watts(power: float | None) -> str:
+    return "unknown" if power is None else f"{power:g} W"
 
 
 def _conditions(claim: Claim, run: StoredRun) -> Iterator[str]:
-    """Yields the clock and the library here, next to what the source says of them."""
+    """Yields the clock and the library here, next to those of the source."""
     if isinstance(run, Run):
         clocks = [record.timing.clock for record in run.records if record.timing and record.timing.clock]
         if clocks:
@@ -130,4 +137,7 @@ def _device_of(run: StoredRun) -> DeviceFacts:
     if not isinstance(run, Run):
         return run.training.device
     keys = {record.case.device for record in run.records}
-    return next(device for device in run.devices if device.key in keys)
+    for device in run.devices:
+        if device.key in keys:
+            return device
+    raise StoreError(f"the run {run.id} names no device of its cases.")

@@ -21,26 +21,30 @@ _OPERATORS: Mapping[type, Callable[[float, float], float]] = {
     ast.Pow: math.pow,
 }
 _FUNCTIONS: Mapping[str, Callable[[float], float]] = {"log2": math.log2, "sqrt": math.sqrt}
-# Longer expressions are no arithmetic that a reader could check.
+# A reader could not check a longer expression.
 _LONGEST = 200
 _SHORT_NAMES = {"e4m3": "e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The value of an expression, and a citation for each datasheet that it is from."""
+    """The value of an expression, and the citations of the datasheets that it uses, with the device of each."""
 
     value: float
-    sources: tuple[str, ...]
+    citations: Mapping[str, str]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self.citations)
 
 
 def evaluate(text: str) -> Computed:
     """Computes an expression such as `h200_sxm.tf32 / 1e12`. Raises UsageError for anything that is not arithmetic."""
     if len(text) > _LONGEST:
         raise UsageError(f"{text[:40]!r}...: an expression has at most {_LONGEST} characters. Shorten it.")
-    sources: dict[str, None] = {}
+    citations: dict[str, str] = {}
     try:
-        value = _value_of(ast.parse(text, mode="eval").body, sources)
+        value = _value_of(ast.parse(text, mode="eval").body, citations)
     except (SyntaxError, RecursionError, MemoryError):
         raise UsageError(
             f"{text!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **."
@@ -51,27 +55,27 @@ def evaluate(text: str) -> Computed:
         ) from None
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is not finite. Correct the expression.")
-    return Computed(value, tuple(sources))
+    return Computed(value, citations)
 
 
-def _value_of(node: ast.expr, sources: dict[str, None]) -> float:
+def _value_of(node: ast.expr, citations: dict[str, str]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value_of(node.left, sources), _value_of(node.right, sources))
+        return _OPERATORS[type(node.op)](_value_of(node.left, citations), _value_of(node.right, citations))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value_of(node.operand, sources)
+        return -_value_of(node.operand, citations)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
         if node.func.id in _FUNCTIONS and not node.keywords:
-            return _FUNCTIONS[node.func.id](_value_of(node.args[0], sources))
+            return _FUNCTIONS[node.func.id](_value_of(node.args[0], citations))
         raise UnknownName("function", node.func.id, _FUNCTIONS)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return _fact(node.value.id, node.attr, sources)
+        return _fact(node.value.id, node.attr, citations)
     words = ast.unparse(node)[:40]
     raise UsageError(f"{words!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **.")
 
 
-def _fact(owner: str, name: str, sources: dict[str, None]) -> float:
+def _fact(owner: str, name: str, citations: dict[str, str]) -> float:
     owner = _SHORT_NAMES.get(owner, owner)
     if owner in FORMATS:
         return _lookup(owner, name, facts_of_format(FORMATS[owner]))
@@ -81,7 +85,7 @@ def _fact(owner: str, name: str, sources: dict[str, None]) -> float:
     sheet = sheets[owner]
     value = _lookup(owner, name, facts_of_device(sheet))
     field = "dense" if name in sheet.dense else name
-    sources[f"{sheet.name}: {sheet.cite(field)}, {sheet.date}, {sheet.source}"] = None
+    citations[f"{sheet.name}: {sheet.cite(field)}, {sheet.date}, {sheet.source}"] = sheet.name
     return value
 
 

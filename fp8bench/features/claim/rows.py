@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.claim.expressions import evaluate
-from fp8bench.features.claim.values import Claim, ClaimKind, Source
+from fp8bench.features.claim.values import SPEEDUPS, Claim, ClaimKind, Source
 from fp8bench.files import read_file
 from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.specs import METRICS, MetricSpec, spec_of
@@ -36,7 +36,9 @@ TRAINING_FIGURES = (
     "wire_bytes",
     "joules_per_step",
 )
-_SPEED = r"faster|slower|speed\w*|throughput"
+_SPEED = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
+# Words for times in a sentence that arithmetic shall decide. A peak speed is a figure of a datasheet, not a time.
+_TIMES = rf"(?<!peak )(?:{_SPEED}|time|duration|seconds)"
 # Words of a sentence, the figures that measure what they promise, and what would measure it.
 _PROMISES = (
     (r"accura\w*|qualit\w*", r"accuracy|score", "accuracy is of a task, and no figure of a run or a training here"),
@@ -45,17 +47,22 @@ _PROMISES = (
     (r"memory|footprint", r"memory|bytes|batch", "measure `device_peak_memory ratio`"),
     (_SPEED, r"time|speedup|per_second|ceiling_rate", "measure `speedup`"),
 )
+# Units of metrics of which a sum over cases means something.
+_ADDITIVE = ("s", "J", "B", "FLOP", "count")
 # Runs that train, as a sentence on training promises.
 _TRAINS = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
 
 
 @dataclass(frozen=True)
 class ClaimsFile:
-    """The rows of a claims file by id, and its text."""
+    """The rows of a claims file by id, and the file's text."""
 
     name: str
     text: str
     claims: Mapping[str, Claim]
+
+
+_LARGEST_BYTES = 4 << 20
 
 
 def load_catalogue() -> ClaimsFile:
@@ -65,7 +72,7 @@ def load_catalogue() -> ClaimsFile:
 
 def load_claims(path: Path) -> ClaimsFile:
     try:
-        return parse_claims(str(path), read_file(path).decode())
+        return parse_claims(str(path), read_file(path, _LARGEST_BYTES).decode())
     except OSError as error:
         raise UsageError(f"the claims file {path} cannot be read ({error.strerror}). Give a .toml file.") from None
     except UnicodeDecodeError:
@@ -74,25 +81,31 @@ def load_claims(path: Path) -> ClaimsFile:
 
 def parse_claims(name: str, text: str) -> ClaimsFile:
     try:
-        rows = tomllib.loads(text).get("claim")
-    except tomllib.TOMLDecodeError as error:
+        content = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{name} is not TOML: {error}.") from None
+    rows, sources = content.get("claim"), content.get("source", {})
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} has no claims. Begin each with a line [[claim]]; docs/claims.md shows a row.")
+    if (unknown := {*content} - {"claim", "source"}) or not isinstance(sources, dict):
+        place = min(unknown, default="source")
+        raise UsageError(
+            f"{name}: {place!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
+        )
     claims: dict[str, Claim] = {}
     for number, row in enumerate(rows, 1):
         try:
-            claim = parse_row(row)
+            claim = parse_row(row, sources)
         except UsageError as error:
-            raise UsageError(f"{name}, {row.get('id') or f'claim {number}'}: {error}") from None
+            raise UsageError(f"{name}, {row.get('id') or f'claim {number}'!s:.80}: {error}") from None
         if claim.id in claims:
             raise UsageError(f"{name} has two claims with the id {claim.id}. Rename one.")
         claims[claim.id] = claim
     return ClaimsFile(name, text, claims)
 
 
-def parse_row(row: Mapping[str, Any]) -> Claim:
-    """Converts a table of the file. Raises UsageError for a row that nothing can decide."""
+def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
+    """Converts a row, whose source may be a key of `sources`. Raises UsageError for a row that nothing can decide."""
     # 1. Names and types.
     names = [field.name for field in fields(Claim)]
     for key in row:
@@ -101,14 +114,12 @@ def parse_row(row: Mapping[str, Any]) -> Claim:
     for key in ("id", "sentence", "source", "kind"):
         if not row.get(key):
             raise UsageError(f"`{key}` is missing. Every claim has an id, a sentence, a source and a kind.")
-    source = row["source"]
-    if not isinstance(source, dict) or {*source} != {field.name for field in fields(Source)}:
-        raise UsageError("source has to be a table with title, publisher, year and address.")
+    source = _find_source(row["source"], sources)
     if row["kind"] not in [*ClaimKind]:
         raise UsageError(f"kind {row['kind']!r:.40} is not one of {', '.join(ClaimKind)}. Give one of these.")
     try:
-        claim = decode(Claim, _as_plain(row))
-    except Malformed as error:
+        claim = decode(Claim, {**_as_plain(row), "source": source})
+    except (Malformed, OverflowError) as error:
         raise UsageError(f"{error}. docs/claims.md says what each key takes.") from None
     # 2. Whether the row can be decided.
     _check_complete(claim)
@@ -120,6 +131,19 @@ def parse_row(row: Mapping[str, Any]) -> Claim:
         _check_promises(claim)
         _check_resolution(claim, _spec_of_figure(claim))
     return claim
+
+
+def _find_source(source: object, sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a source that is written out in its row, or the table that it names."""
+    if isinstance(source, str):
+        if source not in sources:
+            raise UnknownName("source", source, sources, "those of the file's [source.KEY] tables")
+        source = sources[source] | {"key": source} if isinstance(sources[source], dict) else None
+    if not isinstance(source, dict) or {*source, "key"} != {field.name for field in fields(Source)}:
+        raise UsageError(
+            "source has to be a table with title, publisher, year and address, or the key of such a table."
+        )
+    return source
 
 
 def _as_plain(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +162,15 @@ def _check_complete(claim: Claim) -> None:
         if getattr(claim, key) in ("", ()):
             hint = ' Add device = "any" if numbers alone decide, else "cpu", "cuda" or cards.' * (key == "device")
             raise UsageError(f"`{key}` is missing, and a claim that is {claim.kind} needs it.{hint}")
+    if claim.kind is ClaimKind.MEASURED:
+        key = "arm" if claim.run.startswith("train") else "mode"
+        if key not in dict(claim.case):
+            raise UsageError(f'`case` names no {key}, so which precision is meant? Add case = {{ {key} = "fp8" }}.')
+    for key in ("card", "power", "library"):
+        if getattr(claim, key) and not (claim.published and claim.kind is ClaimKind.MEASURED):
+            raise UsageError(f"`{key}` is a condition of a published measurement. Set published = true, or remove it.")
+    if not (claim.power is None or 0 < claim.power < math.inf) or not 0 <= claim.seconds < math.inf:
+        raise UsageError("`power` takes watts, and `seconds` the length of the run, both above 0. Correct them.")
 
 
 def _check_bound(claim: Claim) -> None:
@@ -154,11 +187,10 @@ def _check_bound(claim: Claim) -> None:
 
 
 def _check_arithmetic(claim: Claim) -> None:
-    words = _find(_SPEED, claim.sentence)
-    if words and not _find("peak", claim.sentence):
+    if words := _find(_TIMES, claim.sentence):
         raise UsageError(
-            f"{words!r} is about times, and no arithmetic bounds a ratio of two times. Measure it, or say in the "
-            "sentence that it is about peaks."
+            f"{words!r} is about times, and no arithmetic bounds a ratio of two times. Measure it, or reword the "
+            "sentence to be about peaks, as in 'peak speed'."
         )
     evaluate(claim.figure)
 
@@ -184,7 +216,7 @@ def _check_promises(claim: Claim) -> None:
             f"{training!r} promises more than `{claim.run}` measures, which does not train. Reword the sentence, or "
             "run `train` or the suite transformer."
         )
-    if claim.figure == "speedup" and "any" in claim.device:
+    if claim.figure in SPEEDUPS and "any" in claim.device:
         raise UsageError("a speed is of a device, and device = \"any\" names none. Name cards, or 'cuda'.")
 
 
@@ -196,30 +228,41 @@ def _check_resolution(claim: Claim, spec: MetricSpec | None) -> None:
         raise UsageError(f"{words} decide a tolerance of {100 * claim.tolerance:g}%. Widen the tolerance.")
     if claim.is_ratio and any(0 < abs(bound - 1) < step for bound in claim.bound):
         raise UsageError(f"{words} tell {claim.bound[0]:g} from 1. Move the bound.")
-    if claim.limit and (claim.is_ratio or spec is None):
+    if claim.sum and (spec is None or spec.unit not in _ADDITIVE):
+        raise UsageError(f"a sum of {claim.metric} over cases means nothing. Remove `sum`, and name one case.")
+    if claim.limit:
+        _check_limit(claim, spec)
+
+
+def _check_limit(claim: Claim, spec: MetricSpec | None) -> None:
+    if claim.is_ratio:
         raise UsageError(
             f"two lower bounds on time bound no ratio of times, so {claim.figure} has no limit. Remove `limit`."
         )
-    if claim.limit:
-        evaluate(claim.limit)
+    if spec is None or spec.unit not in ("s", "FLOP/s", "B/s", "tok/s"):
+        raise UsageError(f"only a time or a rate has a limit, and {claim.figure} is neither. Remove `limit`.")
+    devices = {device.lower() for device in evaluate(claim.limit).citations.values()}
+    if devices != {device.lower() for device in claim.device} or len(devices) != 1:
+        raise UsageError(
+            "`limit` is of one datasheet and refutes nothing on another card, so `device` has to name that card in "
+            'full. Write limit = "h200_sxm.bf16" and device = "H200 SXM".'
+        )
 
 
 def _spec_of_figure(claim: Claim) -> MetricSpec | None:
-    """Returns the metric of a run that the figure is of; None for a figure of a training, or of time as a speed-up."""
-    name = claim.figure.removesuffix(" ratio")
+    """Returns the metric of a run that the figure is computed from; None for a figure of a training."""
+    name = claim.metric
     if claim.run.startswith("train"):
         if name not in TRAINING_FIGURES:
             raise UnknownName("figure of a training", name, TRAINING_FIGURES)
         if claim.is_ratio and name in ("gap", "held_out_gap"):
             raise UsageError(f"{name} is a share of the reference's loss already, and has no ratio. Remove ` ratio`.")
         return None
-    if claim.figure == "speedup":
-        return None
     # Figures that suites name themselves end in words that the table of metrics has.
     spec = spec_of(name)
     if name not in METRICS and not spec.description:
         names = [metric for metric in METRICS if "*" not in metric]
-        raise UnknownName("figure of a run", name, names, "speedup, and those of docs/reference.md")
+        raise UnknownName("figure of a run", name, names, "speedup, sustained_speedup, and those of docs/reference.md")
     return spec
 
 
@@ -228,8 +271,8 @@ _TRAINING_RESOLUTION = {"loss": 0.001, "held_out": 0.001, "tokens_per_second": 0
 
 def resolution_of(claim: Claim, spec: MetricSpec | None) -> float:
     """Returns the smallest share by which the figure can differ for reasons that the claim is not about; 0 is exact."""
-    if claim.figure == "speedup":
+    if claim.figure in SPEEDUPS:
         return 0.01
     if spec is None:
-        return _TRAINING_RESOLUTION.get(claim.figure.removesuffix(" ratio"), 0.0)
+        return _TRAINING_RESOLUTION.get(claim.metric, 0.0)
     return 0.0 if spec.counted or spec.unit in ("B", "count") else spec.least_change

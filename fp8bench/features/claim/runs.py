@@ -38,7 +38,7 @@ ORIGIN = "claim"
 
 
 class NotHere(Exception):
-    """This machine cannot answer; `remedy` says which command on which device can."""
+    """This machine cannot answer; `remedy` names a command and a device that can."""
 
     def __init__(self, why: str, remedy: str) -> None:
         super().__init__(why)

@@ -9,9 +9,12 @@ from typing import Any
 
 from fp8bench.model.codec import encode
 
+# Speed-ups, and the time that each is a ratio of: the reference's over the case's.
+SPEEDUPS = {"speedup": "time", "sustained_speedup": "sustained_time"}
+
 
 class ClaimKind(StrEnum):
-    """What decides a claim: an expression over facts, a figure of a run, or other claims."""
+    """The basis of a claim: an expression over facts, a figure of a run, or other claims."""
 
     ARITHMETIC = "arithmetic"
     MEASURED = "measured"
@@ -32,23 +35,28 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a sentence was published; `address` is a web address, or a path for a file of this project."""
+    """Where a sentence was published. `address` is a web address, or the path of a file of this project.
+
+    `key` is the source's name in the claims file, '' for a source that is written out in its row.
+    """
 
     title: str
     publisher: str
     year: int
     address: str
+    key: str = ""
 
 
 @dataclass(frozen=True)
 class Claim:
     """One row of a claims file.
 
-    `figure` is an expression over facts (arithmetic), or a figure of the run's CSV (measured): `speedup`, `NAME`, or
-    `NAME ratio`, which is over the reference. `case` selects one case of a run or one arm of a training. `device` has
-    `any`, `cpu`, `cuda` or names of cards. `limit` is an expression for the highest possible rate or the shortest
-    possible time, in the figure's unit. `seconds` is about how long the run takes. Rows that are `published` may name
-    the `card`, its `power` limit in watts and the `library` of the published measurement.
+    `figure` is an expression over facts (arithmetic), or a figure of the run's CSV (measured): a speed-up, `NAME`, or
+    `NAME ratio`, which is over the reference. `case` selects one case of a run or one arm of a training; with `sum` all
+    cases that fit are added up. `device` has `any`, `cpu`, `cuda` or names of cards. `limit` is an expression for the
+    highest possible rate or the shortest possible time, in the figure's unit. `seconds` is about how long the run
+    takes. Rows that are `published` may name the `card`, its `power` limit in watts and the `library` of the published
+    measurement.
     """
 
     id: str
@@ -62,6 +70,7 @@ class Claim:
     unit: str = ""
     run: str = ""
     case: tuple[tuple[str, str], ...] = ()
+    sum: bool = False
     device: tuple[str, ...] = ()
     limit: str = ""
     parts: tuple[str, ...] = ()
@@ -92,7 +101,12 @@ class Claim:
 
     @property
     def is_ratio(self) -> bool:
-        return self.figure == "speedup" or self.figure.endswith(" ratio")
+        return self.figure in SPEEDUPS or self.figure.endswith(" ratio")
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric, or of the training's figure, that the claim's figure is computed from."""
+        return SPEEDUPS.get(self.figure, self.figure.removesuffix(" ratio"))
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """The answer to a claim, with the figure behind it. `why` explains it, and `remedy` says what could decide it."""
+    """The answer to a claim, with the figure behind it. `why` explains it, and `remedy` is how to decide it."""
 
     claim: Claim
     answer: Answer

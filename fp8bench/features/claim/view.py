@@ -1,10 +1,9 @@
-"""What a person reads of claims, answers and checked folders."""
+"""Pages of claims, answers and checked folders."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, ClaimKind, Standing
@@ -35,14 +34,16 @@ def number_words(value: float, unit: str) -> str:
 
 
 def claimed_words(claim: Claim) -> str:
-    """Says what the sentence claims of its figure: 'at least 2 x'."""
+    """Describes what the sentence claims of its figure: 'at least 2 x', or 'about 2 x: 1.8 x to 2.2 x'."""
     bounds = " to ".join(number_words(bound, claim.unit) for bound in claim.bound)
-    tolerance = f", within {100 * claim.tolerance:g}%" if claim.tolerance else ""
-    return f"{_RELATIONS.get(claim.relation, '')}{bounds}{tolerance}"
+    if claim.tolerance:
+        accepted = " to ".join(number_words(end, claim.unit) for end in claim.range)
+        return f"about {bounds}: {accepted}"
+    return f"{_RELATIONS.get(claim.relation, '')}{bounds}"
 
 
 def figure_words(answer: ClaimAnswer) -> str:
-    """Formats the figure with its interval, '-' if there is none."""
+    """Formats the figure with its interval, '-' without one."""
     if answer.value is None:
         return units.NONE
     unit = answer.claim.unit
@@ -52,13 +53,8 @@ def figure_words(answer: ClaimAnswer) -> str:
     return f"{words} ({number_words(answer.low, unit)} to {number_words(answer.high, unit)})"
 
 
-def source_words(claim: Claim) -> str:
-    source = claim.source
-    return f"{source.title}, {source.publisher} {source.year}, {source.address}"
-
-
 def page_of_answer(answer: ClaimAnswer) -> Page:
-    claim = answer.claim
+    claim, source = answer.claim, answer.claim.source
     pairs = [("answer", answer.answer.value)]
     if claim.kind is not ClaimKind.ALL_OF:
         figure = figure_words(answer) if answer.value is not None else ""
@@ -69,7 +65,7 @@ def page_of_answer(answer: ClaimAnswer) -> Page:
         ("note", claim.note),
         ("measured by", f"fp8bench {claim.run}" if claim.run else ""),
         ("runs", ", ".join(answer.runs)),
-        ("source", source_words(claim)),
+        ("source", f"{source.title}, {source.publisher} {source.year}, {source.address}"),
     ]
     facts = Facts(tuple((name, words) for name, words in pairs if words))
     return Page(claim.sentence, "", (Part("answer", "", (facts,)),))
@@ -79,12 +75,12 @@ def page_of_answers(answers: Sequence[ClaimAnswer]) -> Page:
     counts = Counter(answer.answer for answer in answers)
     summary = ", ".join(f"{count} {answer.value}" for answer, count in counts.items())
     rows = table("answers", "", _ANSWERS, answers)
-    more = "`fp8bench claim ID` explains one of them."
-    return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, Text(more))),))
+    more = Text("`fp8bench claim ID` explains one of them.")
+    return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, more)),))
 
 
 def _explain(answer: ClaimAnswer) -> str:
-    """Returns the figure, or the reason why there is none; a figure beside a published one has its conditions."""
+    """Returns the figure, or why it is missing; next to a published figure also the conditions of both."""
     if answer.answer is Answer.CANNOT_TELL or answer.value is None:
         return answer.why
     words = figure_words(answer)
@@ -98,23 +94,8 @@ _ANSWERS: tuple[Col[ClaimAnswer], ...] = (
 )
 
 
-def page_with_sources(answers: Sequence[ClaimAnswer]) -> Page:
-    """Returns the answers with their sources, for Markdown: each row has the whole story."""
-    cols: tuple[Col[ClaimAnswer], ...] = (
-        Col("sentence", lambda answer: answer.claim.sentence),
-        Col("source", lambda answer: f"{answer.claim.source.publisher} {answer.claim.source.year}"),
-        Col("answer", lambda answer: answer.answer.value),
-        Col("figure", figure_words),
-    )
-    rows = table("answers", "", cols, answers)
-    return replace(page_of_answers(answers), parts=(Part("answers", "", (rows,)),))
-
-
 def page_of_catalogue(claims: Iterable[Claim]) -> Page:
-    cols: tuple[Col[Claim], ...] = (
-        Col("claim", lambda claim: claim.id),
-        Col("sentence", lambda claim: claim.sentence),
-    )
+    cols = Col[Claim]("claim", lambda claim: claim.id), Col[Claim]("sentence", lambda claim: claim.sentence)
     rows = table("catalogue", "", cols, claims)
     words = "`fp8bench claim ID` answers one, `fp8bench claim --all --cpu` all that a CPU can decide."
     return Page("Claims that fp8bench can decide", "", (Part("catalogue", "", (rows, Text(words))),))
@@ -122,17 +103,16 @@ def page_of_catalogue(claims: Iterable[Claim]) -> Page:
 
 def page_of_check(folder: str, checked: Sequence[CheckedAnswer]) -> Page:
     """Lists the answers that do not hold, or cannot be judged; the title counts the rest."""
-    holding = sum(answer.standing is Standing.HOLDS for answer in checked)
     cols: tuple[Col[CheckedAnswer], ...] = (
         Col("claim", lambda answer: answer.id),
         Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDINGS[answer.standing])),
         Col("why", lambda answer: answer.why),
     )
+    failing = [answer for answer in checked if answer.standing is not Standing.HOLDS]
+    rows = (table("checked", "", cols, failing),) if failing else ()
+    title = f"{folder}: {len(checked) - len(failing)} of {len(checked)} stored answers hold"
     limits = (
         "This finds accidents: flipped bytes, dropped rows, edited bounds, swapped runs. Somebody who computes every "
         "digest again can still deceive."
     )
-    rows = table("checked", "", cols, [answer for answer in checked if answer.standing is not Standing.HOLDS])
-    return Page(
-        f"{folder}: {holding} of {len(checked)} stored answers hold", "", (Part("checked", "", (rows, Text(limits))),)
-    )
+    return Page(title, "", (Part("checked", "", (*rows, Text(limits))),))

@@ -1,1 +1,1 @@
-"""Machine: check its native casts and products bit by bit."""
+"""Machine: check the device's casts and products bit by bit."""

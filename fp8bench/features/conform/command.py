@@ -25,13 +25,13 @@ from fp8bench.report.elements import Items, Page, Part, Text, Tone
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
-    "order: every element is what the same products give when they are summed in another order; it conforms",
+    "order: every element is the sum of the same products in a different order; it conforms",
     "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; it conforms",
     "short-sums: the same where nobody knows this GPU's units: no further off than sums of 14 bits; it conforms",
     "rounding: each is a neighbour of the exact result, but not always the nearest one",
     "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
-    "layout: rows, columns or a whole operand stand in another place; scale: a factor that should not be there",
-    "accumulation: sums as if kept in fewer bits than the recipe says (its option accumulator)",
+    "layout: rows, columns or a whole operand are misplaced; scale: a factor that should not be there",
+    "accumulation: sums as if kept in fewer bits than the recipe's option accumulator",
     "unexplained: none of these explains all elements that differ",
     "at most: the largest distance, in numbers of the result's dtype; in casts, of their format",
 )
@@ -39,14 +39,14 @@ _LEGEND = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs every cast and product of each precision twice on the same operands, by the device's own kernels and by "
-        "the emulation, and says what explains the elements that differ. Times nothing."
+        "Runs every cast and product of each precision on the same operands with the device's kernels and "
+        "with the emulation, and explains the elements that differ. Times nothing."
     )
     parser.epilog = (
-        "Exit codes: 0 all are the same, up to the order of sums; 1 something is not; 2 wrong usage; 3 the device does "
-        "none of it."
+        "Exit codes: 0 all are equal, up to the order of sums; 1 something differs; 2 wrong usage; 3 the "
+        "device supports none."
     )
-    add_common(parser, "--dtypes", help="precisions; default all that the device does")
+    add_common(parser, "--dtypes", help="precisions; default all that the device supports")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     add_common(parser, "--seed", help="for the operands; default 0")
     add_common(parser, "--import", help="as in suite")
@@ -114,7 +114,9 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everythi
         parts.append(Part("emulated", "", (Text(words),)))
     # By default only what does not conform is shown: another summation order is not a fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _WRONG
-    shown = [case for mode in conformities for case in mode.found if case.difference in listed_kinds]
+    shown: list[Conformity] = []
+    for mode in conformities:
+        shown += [case for case in mode.found if case.difference in listed_kinds]
     if shown:
         caption = "what is not the same bit by bit"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))

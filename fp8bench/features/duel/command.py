@@ -26,9 +26,9 @@ FIRST_OPTIONS = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures every case on two sides in the same rounds, B (what is) against A (what was): two interpreters with "
-        "a torch each, or two revisions of your code or of fp8bench. A side that is not given is what runs here. Finds "
-        "changes of 2-3% that runs at different times cannot tell from noise."
+        "Measures every case on two sides in the same rounds, B (new) against A (old): two interpreters, each"
+        " with its torch, or two revisions of your code or of fp8bench. The default of a side is what runs "
+        "here. Finds changes of 2-3% that separate runs cannot distinguish from noise."
     )
     parser.epilog = (
         "Exit codes: 0 nothing is slower, 1 something is, 2 wrong usage, 3 a case failed or nothing was measured, 130 "
@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("door", metavar="suite", choices=("suite",), help="the word suite, and then its name")
     parser.add_argument(
-        "suite", metavar="NAME", help="a suite, several with commas, all, or a .py file with suites of your own"
+        "suite", metavar="NAME", help="a suite, several with commas, all, or a .py file with your suites"
     )
     add = parser.add_argument_group("the sides").add_argument
     add(
@@ -66,9 +66,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sessions of every case, each with fresh processes; default 4, and 3 are the least for an interval",
     )
-    add_common(how, "--quick", help="one session of a few rounds, to see that it runs")
+    add_common(how, "--quick", help="smoke test: one session of a few rounds")
     add_common(how, "--budget", help="time for the whole duel; default about 6 s a case")
-    add_common(how, "--rounds", help="exactly so many rounds a session")
+    add_common(how, "--rounds", help="number of rounds a session")
     add_common(how, "--seed")
     add_common(how, "--threads", help="CPU threads of torch in each worker; default 1")
     add_common(how, "--case-timeout")

@@ -1,8 +1,8 @@
 """A duel's file in a store, and how it is found and shown.
 
 The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines; each session is on disk before the next begins. It is not
-among the runs: it was measured with another interpreter, or at another commit, two processes at a time, and does not
-belong to any series.
+among the runs: it was measured with a different interpreter, or at a different commit, two processes at a time, and
+does not belong to any series.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DuelKind(Kind[Duel]):
             if "result" in content:
                 result = _check_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
-            # Sessions follow their result, each as soon as it was measured.
+            # Each session is appended once it is measured.
             elif "session" in content:
                 result = results[content["case"]]
                 sessions = (*result.sessions, decode(Session, content["session"]))

@@ -1,7 +1,7 @@
-"""Workers of a duel's sides, which may have another interpreter or other code.
+"""Workers of a duel's sides, which may have a different interpreter or different code.
 
-A worker gets the path of fp8bench's package (this or another one) and of the user's code, and nothing else from this
-interpreter's path, whose packages would shadow its own.
+A worker gets the path of fp8bench's package (this copy or a different one) and of the user's code, and nothing else
+from this interpreter's path, whose packages would shadow the worker's.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def refusal(handshake: Handshake, start: Start) -> str:
         )
     if handshake.get("torch") is None:
         return (
-            f"{side} cannot import torch ({handshake.get('torch_missing')}). It needs torch of its own: give another "
-            f"--python-{start.name.lower()}, or install torch there."
+            f"{side} cannot import torch ({handshake.get('torch_missing')}). Install torch there, or give another "
+            f"--python-{start.name.lower()}."
         )
     return ""
 

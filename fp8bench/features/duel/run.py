@@ -36,7 +36,7 @@ from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, ran_out_of_memory
 from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Orders
-from fp8bench.model import Case, Environment, PlannedCase, Request
+from fp8bench.model import Case, Environment, PlannedCase, Request, Timing
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
 from fp8bench.pipeline import now, share_of
@@ -85,10 +85,10 @@ class DuelTurns:
         for entry in self.entries:
             with guarding(entry.arm):
                 entry.arm.check(entry.worker)
-        before, after = (
-            tuple(entry.arm.timing() for entry in self.entries if entry.side == side) for side in (BEFORE, AFTER)
-        )
-        return Session(before, after, stopped)
+        return Session(self._timings(BEFORE), self._timings(AFTER), stopped)
+
+    def _timings(self, side: str) -> tuple[Timing, ...]:
+        return tuple(entry.arm.timing() for entry in self.entries if entry.side == side)
 
     def entry_of(self, arm: MeasuredArm) -> DuelEntry:
         return next(entry for entry in self.entries if entry.arm is arm)
@@ -134,8 +134,8 @@ class DuelTurns:
 
 @dataclass
 class CaseProgress:
-    """The progress of one case. `left_out` is why it is not measured, '' if it is. `processes` is how many per side fit
-    into memory so far."""
+    """The progress of one case. `left_out` is why it is not measured, '' if it is. `processes` is how many per side are
+    known to fit into memory."""
 
     before: CaseOutcome
     after: CaseOutcome
@@ -215,7 +215,7 @@ class CaseRunner:
                 if not full:
                     entry.worker.restart()
                 outcome = case.before if entry.side == BEFORE else case.after
-                outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
+                outcome.fail("out of memory next to the opposite side" if full else str(failed.cause), failed.cause)
                 if not full:
                     self._try_other(entry.side, case, seed)
             elif session is not None:
@@ -371,7 +371,7 @@ def _sessions(
         progress.doing("starting workers")
         began = time.monotonic()
         refresh(pair, request.seed, number)
-        # Half of the workers were running before the first session. Later starts count against the budget, too.
+        # Half of the workers were running before the first session. Later starts count against the budget.
         starting = (time.monotonic() - began) * (1 if number else 2) * (sessions - 1 - number)
         for place, case in enumerate(cases):
             progress.done = number * len(cases) + place
@@ -400,7 +400,7 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
 
 
 def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
-    """Returns a side with its environment. What its worker reports takes precedence over this process."""
+    """Returns a side with its environment: this process's, overridden by its worker's report."""
     worker, start = side.workers[0], side.start
     # Digests of imports are computed in this process, from this tree's files.
     imports = request.imports if start.imports == request.imports else ()

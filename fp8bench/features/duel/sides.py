@@ -1,7 +1,7 @@
-"""The difference between the sides of a duel: an interpreter, or a working tree of another revision.
+"""The difference between the sides of a duel: an interpreter, or a working tree of a different revision.
 
-The tree is in a temporary folder. When the duel ends, even by SIGKILL, its warden process removes the folder; if the
-warden was killed, too, the next duel does.
+The tree is in a temporary folder. When the duel ends, even by SIGKILL, its warden process removes the folder; after a
+killed warden the next duel does.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def revision_of(repository: Path, word: str, option: str) -> str:
 @contextmanager
 def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
     """Checks out the commit below a scratch folder, and always removes it afterwards. Hooks do not run: one that
-    installs something would change this tree, too."""
+    installs something would also change this tree."""
     # Make git forget the trees of killed duels, whose folders have been removed.
     for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
@@ -204,7 +204,7 @@ def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Ope
     # 1. Allow only one change at a time.
     if question.against is not None and question.against_self is not None:
         raise UsageError(
-            "--against and --against-self would change two things at once, and nobody could say which one did it. "
+            "--against and --against-self would change two things at once, and the cause would stay unknown. "
             "Leave one out."
         )
     # 2. Interpreters before folders: reject a wrong one before anything is copied.

@@ -3,8 +3,8 @@
 A process may be faster or slower than its neighbour for internal reasons (where its memory is, how its allocator
 behaves), often by a percent, sometimes by half. So processes are compared, not rounds: each gives one number, its best
 case. A side is the geometric mean of the fastest three fifths of its processes, which mostly leaves out slow modes that
-some enter by chance; a smaller share gave wider intervals. What all processes of a session share (a neighbour, a clock)
-is removed first: each counts by its distance from the session's median.
+some enter by chance; a smaller share gave wider intervals. Shared conditions of a session (a neighbour, a clock) are
+removed first: each counts by its distance from the session's median.
 
 If nothing had changed, the names A and B would be assigned to a session's processes by chance. The interval holds those
 ratios that would not put the sides further apart than chance does, over all assignments of the names: an inverted
@@ -41,6 +41,7 @@ from fp8bench.model import (
     Interval,
     Label,
     Noise,
+    Record,
     Status,
     Timing,
     Verdict,
@@ -60,7 +61,7 @@ _NOTHING = 1e-9
 class DuelVerdict:
     """The verdict on the times of one case. `ratio` is after over before, which are in seconds.
 
-    What slowed a session on both sides is removed from both; their product is that of the measured times.
+    A slow-down of a session on both sides is removed from both times; their product is that of the measured times.
 
     `apart` is the larger share by which a side's slowest process was slower than its fastest. `chance` is the share of
     assignments that put the sides as far apart, `finest` the least it can be. `distance` is the difference in standard
@@ -156,8 +157,8 @@ def why_unsure(times: DuelVerdict) -> str:
             "give it more (--sessions)"
         )
     if times.uneven or verdicts.rule(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
-        return "the mean over all calls does not confirm what the fastest calls say"
-    return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
+        return "the mean over all calls contradicts the fastest calls"
+    return "processes of one side differ too much; use more of them (--sessions), or a quieter machine"
 
 
 def _rounds(session: Session) -> list[int]:
@@ -178,10 +179,12 @@ def _best(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -
 
 def _make_up(session: Session) -> bool:
     rounds = _rounds(session)
-    sides = session.before, session.after
-    # By parts and by whole steps: parts that compensate for each other widen the first.
-    by_stretch, by_step = (max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True))
-    floor = max(BAND, min(by_stretch, by_step))
+
+    def distance(whole_steps: bool) -> float:
+        return max(_apart(_best(side, rounds, whole_steps)) for side in (session.before, session.after))
+
+    # Both by parts and by whole steps: parts that compensate for each other widen the first.
+    floor = max(BAND, min(distance(False), distance(True)))
     return verdicts.cells_make_up([*session.before, *session.after], rounds, floor)
 
 
@@ -249,12 +252,12 @@ class _Deals:
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
-        # Sums in another order differ in the last bits: the true assignment must count.
+        # Sums in a different order differ in the last bits: the true assignment must count.
         apart, observed = self._apart(shift)
         return float((np.abs(apart) >= abs(observed) - 1e-12).mean())
 
     def _bound(self, shift: float, outside: float, chance: float) -> float:
-        # Even the farthest shift is as likely: there is no bound.
+        # Even the farthest shift is as likely: no bound exists.
         if self.chance(shift + outside) > chance:
             return math.copysign(math.inf, outside)
         # Halve the distance, then bisect the last interval.
@@ -357,12 +360,10 @@ def p_value(times: DuelVerdict) -> float | None:
 
 
 def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    processes = [
-        (record, timing)
-        for session in result.sessions
-        for record, timings in ((result.before, session.before), (result.after, session.after))
-        for timing in timings
-    ]
+    processes: list[tuple[Record, Timing]] = []
+    for session in result.sessions:
+        processes += [(result.before, timing) for timing in session.before]
+        processes += [(result.after, timing) for timing in session.after]
     labels: list[Label] = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))

@@ -124,9 +124,10 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for _, comparison in figures
         if comparison.why
     ]
-    records = [record for result in duel.results for record in (result.before, result.after)]
     # A record's remarks are shown even if its figures agree.
-    reasons += [(record.detail, record.case.id) for record in records if record.is_ok and record.detail]
+    for result in duel.results:
+        pair = result.before, result.after
+        reasons += [(record.detail, record.case.id) for record in pair if record.is_ok and record.detail]
     return [f"{join_words(about, 3)}: {reason}" for reason, about in together(reasons).items()]
 
 

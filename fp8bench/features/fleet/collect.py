@@ -27,8 +27,8 @@ _COPIES = "copies of runs that were taken, or their beginnings"
 
 @dataclass
 class Collected:
-    """What became of the files: counts by machine of those `taken` (new or grown), and of the `same`. `left` counts
-    files that were left out intentionally, by reason; `failed` has a sentence for each faulty file."""
+    """The outcome of a collection: by machine, how many files were `taken` (new or grown), and how many are the `same`.
+    `left` counts files that were left out intentionally, by reason; `failed` has a sentence for each faulty file."""
 
     taken: Counter[str] = field(default_factory=Counter)
     same: int = 0
@@ -42,7 +42,7 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
     for folder in folders:
         try:
             stores[find_store(folder, out).resolve()] = None
-        except StoreError as error:  # the other stores can be read all the same
+        except StoreError as error:  # the remaining stores can still be read
             collected.failed.append(str(error))
     with keeping(f"the store {out}", "Choose another --store DIR."):
         make_store(out)

@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         )
         return subparser
 
-    work = command("work", "measure the cells that wait, one after the other, until none does")
+    work = command("work", "measure the waiting cells, one after the other")
     work.add_argument(
         "--workers",
         type=types.whole(whole_number(1, 256)),
@@ -55,27 +55,27 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--cell",
         type=types.whole(whole_number(0)),
         metavar="N",
-        help="only this cell, counted from 0; default all that wait",
+        help="only this cell, counted from 0; default all waiting cells",
     )
     work.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     add_common(work, "--explain")
     submit_codes = codes.replace("0 every", "0 handed over, or with --wait every")
     handed = command("submit", "start workers in Slurm or in a Ray cluster", submit_codes)
     _add_submit(handed)
-    status = command("status", "which cells are done, running, failed (and why) or waiting")
+    status = command("status", "list the cells that are done, running, failed (with the reason) or waiting")
     add_common(status, "--explain")
     add_common(status, "--json", help="print the states as JSON instead")
     _add_report(bare)
     taken = bare(
         "collect",
         "copy the runs of several machines' stores into one, by machine and month",
-        "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted.",
+        "Exit codes: 0 all copied, 2 wrong usage, 3 a file is damaged or could not be copied, 130 interrupted.",
     )
     taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
     taken.add_argument(
         "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
     )
-    add_common(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
+    add_common(taken, "--store", help=f"where the copies go; existing files stay; default {DEFAULT_STORE}")
 
 
 def _add_submit(handed: argparse.ArgumentParser) -> None:
@@ -83,14 +83,16 @@ def _add_submit(handed: argparse.ArgumentParser) -> None:
         "--on",
         choices=[*ENGINES],
         required=True,
-        help="who starts them. ray: a Ray cluster that runs, a cell to each node that offers the plan's kind of device "
-        "(fp8bench[ray]); slurm: Slurm, by submitit (fp8bench[fleet])",
+        help=(
+            "what starts the workers. ray: a running Ray cluster, one cell for each node with the plan's kind of "
+            "device (fp8bench[ray]); slurm: Slurm, by submitit (fp8bench[fleet])"
+        ),
     )
     handed.add_argument(
         "--workers",
         type=types.whole(whole_number(1, 4096)),
         metavar="N",
-        help="how many workers, which share the cells; default 1, on ray one for each device",
+        help="number of workers, which share the cells; default 1, on ray one for each device",
     )
     handed.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     handed.add_argument(

@@ -104,8 +104,8 @@ def _next(
 
 
 def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-    """Returns the cell's exit code. An interrupt of this worker interrupts the cell, which stores its results so
-    far."""
+    """Returns the cell's exit code. An interrupt of this worker interrupts the cell, which stores its finished
+    results."""
     from fp8bench.pipeline import now  # heavy
 
     folder, started = folder_of(plan, number, store), now()
@@ -123,8 +123,8 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """What to start: a number of `workers` (None: the engine's default) for the cells of a plan, into a store. `file`
-    is the plan's path, `options` are the engine's; with `stays` the caller waits for the end."""
+    """An order to start a number of `workers` (None: the engine's default) for the cells of a plan, into a store.
+    `file` is the plan's path, `options` are the engine's; with `stays` the caller waits for the end."""
 
     plan: FleetPlan
     file: Path
@@ -157,7 +157,7 @@ Started = Callable[[Sequence[str]], None]
 
 
 def start(engine: str, order: Order, started: Started) -> Sequence[str]:
-    """Starts workers, and waits for them if the order says so; an interrupt of this process ends them. Returns the
+    """Starts workers, and waits for them if ordered; an interrupt of this process ends them. Returns the
     problems of jobs. Raises UsageError if the engine cannot start, and StoreError if the store is not writable."""
     check_store(order.store)
     order.logs.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
         raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(unknown)}.")
     waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
     if any(not plan.cells[number].kind for number in waiting):
-        raise UsageError(f"the plan {plan.id} does not say what devices it is for: write it again with this version.")
+        raise UsageError(f"the plan {plan.id} does not name its devices: write it again with this version.")
     # 2. Connect, unless nothing is left to do.
     ray: Any = _connect_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
     started([plan.name_of(number) for number in waiting])

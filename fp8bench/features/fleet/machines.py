@@ -93,8 +93,9 @@ class FleetFigure:
 class FleetReport:
     """A comparison of the machines of a fleet.
 
-    `settings` counts the planned settings, and `lacking` are those that no machine measured completely. `excluded`
-    has sentences on runs in no figure; `why_not` says, by kind, why its times are not compared with the first kind's.
+    `settings` counts the planned settings, and `lacking` are those that no machine measured completely. `excluded` has
+    sentences on runs in no figure; `why_not` has the reasons, by kind, why its times are not compared with the first
+    kind's.
     """
 
     machines: tuple[Machine, ...]
@@ -140,7 +141,7 @@ _CAPABILITY = "CPU capability usage: "
 
 @dataclass(frozen=True)
 class MachineRun:
-    """What a fleet report needs of one run.
+    """The facts of one run that a fleet report needs.
 
     `whole` and `cut` are the settings of its complete and incomplete groups. `times` are seconds by case; `failed` are
     reasons by case.

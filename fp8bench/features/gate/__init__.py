@@ -1,1 +1,1 @@
-"""Guard: fail a build if something has become worse."""
+"""Guard: fail a build if something got worse."""

@@ -48,8 +48,8 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Judges a comparison, a duel or the history by thresholds, and measures what it suspects again, in fresh "
-        "processes, before it says so. Where it cannot see, it does not pass."
+        "Judges a comparison, a duel or the history by thresholds. Measures suspected regressions again, in fresh "
+        "processes, before it reports them. Where it could not have seen a regression, it does not pass."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 something is "
@@ -59,11 +59,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     judged = parser.add_argument_group("what is judged")
     judged.add_argument(
-        "sides", nargs="*", metavar="A B", help="what was, and what is: runs, commits or stores, as in compare"
+        "sides", nargs="*", metavar="A B", help="the old and the new side: runs, commits or stores, as in compare"
     )
     judged.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
     judged.add_argument(
-        "--against", metavar="REV", help="duel this tree with that commit instead; --config says what is measured"
+        "--against", metavar="REV", help="duel this tree with that commit instead; --config selects the cases"
     )
     judged.add_argument(
         "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as of suite --config"
@@ -72,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--history", action="store_true", help="the steps in the store's history instead, those not acknowledged"
     )
     add_common(judged, "--store", help="where they are, as in suite")
-    add_common(judged, "--import", help="module or .py file of suites of your own, for the history")
+    add_common(judged, "--import", help="module or .py file of your suites, for the history")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--thresholds",
@@ -84,16 +84,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--no-rerun",
         dest="rerun",
         action="store_false",
-        help="measure nothing: what is suspected of 10%% or more fails unconfirmed",
+        help="measure nothing: a suspected regression of 10%% or more fails unconfirmed",
     )
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    add_common(where, "--md", help="also write it there as Markdown")
+    add_common(where, "--md", help="also write it to PATH as Markdown")
     where.add_argument(
         "--comment",
         type=types.path,
         metavar="PATH",
-        help="of a duel: also write a comment for a pull request there, 25 lines that begin with one of seven outcomes",
+        help="duel: also write a comment for a pull request to PATH, 25 lines that begin with one of seven outcomes",
     )
     add_common(where, "--explain")
 
@@ -170,7 +170,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)
-        raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
+        raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: the old and the new one.")
     if (arguments.against is None) != (arguments.asked is None):
         raise UsageError("--against REV and --config FILE only work together. Give both, or neither.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:

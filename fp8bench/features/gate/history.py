@@ -84,7 +84,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     # 4. Mention acknowledged steps and series too short to search, without failing.
     acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
-    notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` tells them"] if acknowledged else []
+    notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` lists them"] if acknowledged else []
     notes += [f"{count} series not looked at: {reason}" for reason, count in steps.left.items()]
     every = tuple(_as_comparison(line.trend) for line in history.lines)
     budget = newest.request.budget

@@ -7,7 +7,7 @@ different times do not fail below 10% even then, unless the spread between runs 
 change in between. Between two single runs the noise is unknown, but most cases did not change, and how far these moved
 shows how far any may move.
 
-A time whose threshold slow-down would go undetected does not pass: the gate cannot tell, and does not end with 0. Other
+A time whose threshold slow-down would go undetected does not pass: the gate ends with 4. Other
 figures that noise leaves open are only listed, or no build would ever pass.
 """
 
@@ -114,8 +114,8 @@ class JudgedFigure:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Re-measured suspects: comparisons by case and figure, and how they were made; or why there are none (`refused`).
-    A look that `adds_up` shares its samples with later ones, which thus detect more."""
+    """Re-measured suspects: comparisons by case and figure, and how they were made; or why they are missing
+    (`refused`). A look that `adds_up` shares its samples with later ones, which thus detect more."""
 
     comparisons: Mapping[Key, Comparison]
     how: str = ""
@@ -158,7 +158,7 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
             looked[place] = replace(
                 looked[place],
                 outcome=GateOutcome.OPEN,
-                why=f"among {len(p_values)} figures, one so far off is expected by chance",
+                why=f"among {len(p_values)} figures, chance alone puts one this far off",
             )
     return tuple(looked)
 
@@ -194,7 +194,7 @@ def _judge_first(figure: Comparison, rules: Rules, relative: set[str]) -> Judged
     if figure.failed:
         return JudgedFigure(figure, threshold, GateOutcome.FAILED, figure.why)
     if threshold.ignored:
-        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, "a rule says so")
+        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, "a rule requires it")
     if figure.direction is Direction.NONE:
         return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
     if figure.direction is Direction.DIFFERS:
@@ -204,7 +204,7 @@ def _judge_first(figure: Comparison, rules: Rules, relative: set[str]) -> Judged
             figure,
             threshold,
             GateOutcome.IGNORED,
-            "the time over the reference's, which does not tell how fast the machine was, is judged instead",
+            "the time over the reference's, which does not depend on the machine's speed, is judged instead",
         )
     if exceeds(figure, threshold):
         # Counts would be the same again: no second look is needed.

@@ -59,11 +59,11 @@ MOST_LOOKS = 4
 
 @dataclass(frozen=True)
 class GateSource:
-    """Comparisons to judge. `confirm` re-measures suspects, `second` says how. `problem` is why there is nothing to
-    judge, with the exit `code` for that. A history has its series' present state in `newest`, and all figures that
-    rules may match in `unchanged`; its comparisons are only changes. `duel` is set if one is judged. `lost` are cases
-    that were measured before and do not compare now. Re-measuring ends after `budget` seconds, and takes about
-    `look_seconds` each time, both None if unknown."""
+    """Comparisons to judge. `confirm` re-measures suspects, `second` describes how. `problem` is why nothing can be
+    judged, with its exit `code`. A history has its series' present state in `newest`, and all figures that rules may
+    match in `unchanged`; its comparisons are only changes. `duel` is set if one is judged. `lost` are cases that were
+    measured before and do not compare now. Re-measuring ends after `budget` seconds, and takes about `look_seconds`
+    each time, both None if unknown."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -165,7 +165,7 @@ def duel_suspects(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    # 3. Sessions of earlier looks of the same commits count, too.
+    # 3. Sessions of earlier looks of the same commits also count.
     duel = replace(duel, results=tuple(pool_sessions(result, duel.before.commit, pool) for result in duel.results))
     figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *compare_means(duel))}
     # The sides share rounds, so a ratio to the reference agrees with the time.
@@ -319,7 +319,7 @@ def _look_by_run(
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures the
-    current code on its second side, with one interpreter on both: it would not show the cost of another torch."""
+    current code on its second side, with one interpreter on both: it would not show the cost of a different torch."""
     head = find_commit("HEAD", Path())
     if head is None or newest.environment.get("commit") != head or compared.differing:
         return None
@@ -375,7 +375,7 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         for case in duel.cases
         if case not in compared_cases
     ]
-    # 4. Without the same commit here there is no second look.
+    # 4. A second look needs the same commit here.
     second = Second.NONE if _move_reason(duel) else Second.DUEL
     lost = frozenset(result.after.case.id for result in duel.results if not result.refused_alike)
     return GateSource(

@@ -50,7 +50,7 @@ def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
     rule = ruled_by(figure, rules)
     if rule is None:
         return Threshold(relative, smallest)
-    # A number in another unit would silently be off by powers of ten.
+    # A number in a different unit would silently be off by powers of ten.
     if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
             f"{rule.place}: smallest is in {rule.unit}, and {figure.metric} of {figure.case} is in "

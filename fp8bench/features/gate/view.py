@@ -130,7 +130,7 @@ _TONES = {
     GateOutcome.CANNOT_TELL: Tone.DOUBT,
     GateOutcome.BETTER: Tone.GOOD,
 }
-_AGAIN = "again: the same change when measured once more, in a fresh process"
+_AGAIN = "again: the same change, re-measured in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
 _SMALLEST = "smallest slow-down"
 
@@ -210,7 +210,7 @@ class ReviewStatus(StrEnum):
 WORDS = {
     ReviewStatus.QUALITY: (EXIT_REGRESSION, ": numbers became worse, or a case fails on head alone"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),
-    ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, ": the change could not be measured, and this says nothing about it"),
+    ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, ": the change could not be measured, and may be good or bad"),
     ReviewStatus.MISMATCH: (EXIT_BASELINE, ": base and head do not do the same work, so that figures do not compare"),
     ReviewStatus.SUSPECTED: (EXIT_BASELINE, ": head may be worse, which is neither confirmed nor shown to be absent"),
     ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, ": head may be slower by {threshold}, unseen in this noise"),
@@ -261,7 +261,7 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
 
 
 def _largest_threshold(verdict: GateVerdict) -> str:
-    """Returns the largest slow-down, as a share, that still passes; over all figures if there is no time."""
+    """Returns the largest slow-down, as a share, that still passes; over all figures if no time was measured."""
     shares = [sight.threshold for sight in verdict.sights]
     shares = shares or [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
     return f"{100 * max(shares, default=0.0):.3g}%"

@@ -1,1 +1,1 @@
-"""Measure: decode with a cache and weights in low precision: from which context it pays."""
+"""Measure: measure decoding with a low-precision cache and weights, by context."""

@@ -28,7 +28,7 @@ FIRST_OPTIONS = "--size --from --arms --reference --batch --contexts --rollout -
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures decode steps over contexts and a prompt, arms interleaved with a reference, fits TPOT = a + b x "
-        "context, says from which context an arm pays, and compares its predictions token by token."
+        "context, finds the context from which an arm pays, and compares its predictions token by token."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 130 interrupted."
     add = parser.add_argument
@@ -36,9 +36,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "make",
         nargs="?",
         metavar="MODULE:FUNCTION",
-        help="module:function, or file.py:function, that gives a causal model with a cache, or (model, token ids)",
+        help="module:function, or file.py:function, that returns a causal model with a cache, or (model, token ids)",
     )
-    add("--size", metavar="NAME", help=f"the model that is timed: {', '.join(SERVED_SIZES)}; default nano")
+    add("--size", metavar="NAME", help=f"the model to time: {', '.join(SERVED_SIZES)}; default nano")
     add(
         "--from",
         dest="trained",
@@ -49,20 +49,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--arms",
         default=_ARMS,
         metavar="A,B",
-        help=f"what is kept in which format, as in kv=fp8+weights=int8; default {_ARMS}",
+        help=f"formats of cache and weights, as in kv=fp8+weights=int8; default {_ARMS}",
     )
-    add("--reference", choices=tuple(CARRIERS), help="what they are held against; default fp32 on a CPU, else bf16")
+    add(
+        "--reference", choices=tuple(CARRIERS), help="what the arms are compared with; default fp32 on a CPU, else bf16"
+    )
     add("--batch", type=types.whole(whole_number(1, 1 << 14)), default=1, metavar="N", help="sequences; default 1")
     add(
         "--contexts",
         metavar="A,B",
-        help=f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,1025,2048,4096",
+        help=f"{LEAST_CONTEXTS} context lengths or more, to fit the line; default 256,1024,1025,2048,4096",
     )
     add(
         "--rollout",
         action="store_true",
-        help="also sample texts in each arm, and say how far the reference's log-probabilities of these tokens "
-        "are from it",
+        help="also sample texts in each arm, and compare its log-probabilities of these tokens with the reference's",
     )
     add(
         "--tokens",

@@ -1,7 +1,7 @@
 """Compares an arm's predictions with the reference's, token by token on the same text.
 
 Texts are teacher-forced: each position sees the true tokens before it. All arms get the same batch and kernels; the
-reference with another attention kernel gives the noise floor. Log-probabilities are computed in fp64 from the
+reference with a different attention kernel gives the noise floor. Log-probabilities are computed in fp64 from the
 unmodified logits. Run as a program, this module is the worker's process.
 """
 

@@ -23,13 +23,13 @@ from fp8bench.store.kept_lines import Log
 
 # Fewer contexts make no line.
 LEAST_CONTEXTS = 4
-# What an arm with a format travels in, if it names no carrier.
+# The carrier of an arm that names a format and no carrier.
 LOW_CARRIER = "bf16"
 
 
 def arm_in_words(word: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
-    # A carrier alone is an arm that keeps nothing in another format.
+    # A carrier alone is an arm without low-precision storage.
     if word in CARRIERS:
         return ServedArm(word)
     try:
@@ -37,14 +37,14 @@ def arm_in_words(word: str) -> ServedArm:
             raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
         return arm_of({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{word.replace('+', ':')}"))
     except UsageError as error:
-        raise UsageError(f"--arms: {word!r} is no arm: {error} Give kv=fp8+weights=int8, say.") from None
+        raise UsageError(f"--arms: {word!r} is no arm: {error} Give one such as kv=fp8+weights=int8.") from None
 
 
 def word_of(arm: ServedArm) -> str:
     """Writes an arm as --arms takes it."""
     parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     parts += ["activations=low"] if arm.low_inputs else []
-    # The usual carrier goes without saying, so that a word read back is the same word.
+    # The usual carrier is left out, so that an arm's name can be parsed again.
     if not parts:
         return arm.carrier
     return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
@@ -61,7 +61,7 @@ def is_of(record: Record, arm: ServedArm) -> bool:
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """`arms` begin with the reference. `size` is a served model's name, or 'module:function' of one's own.
+    """`arms` begin with the reference. `size` is a served model's name, or a custom 'module:function'.
 
     Without `contexts`, the usual ones within the model's positions are measured.
     """
@@ -84,7 +84,7 @@ class ServingQuestion:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that quality is read on. Without a config, `name` is 'module:function' of one's own.
+    """The model that quality is read on. Without a config, `name` is a custom 'module:function'.
 
     `weights` is a file of bf16 numbers, or the folder of a checkpoint that has them of this `arm`, or '' for random
     weights.
@@ -99,7 +99,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class QualityTask:
-    """What a worker needs. `tokens` counts random tokens, for a model that brings no text; the first `rolls_out` arms
+    """The input of a worker. `tokens` counts random tokens, for a model that brings no text; the first `rolls_out` arms
     sample texts."""
 
     model: ServedModel
@@ -148,10 +148,10 @@ class RolloutGap:
 
 @dataclass(frozen=True)
 class Quality:
-    """`itself` is a repetition of the reference, which must not differ; `floor` the reference with another kernel.
+    """`itself` is a repetition of the reference, which must not differ; `floor` the reference with a different kernel.
 
-    `arms` and `rollouts` follow the question's order; only `rollouts` include the reference. `caution` says why figures
-    only reflect arithmetic, as with random weights.
+    `arms` and `rollouts` follow the question's order; only `rollouts` include the reference. `caution` is the reason
+    why figures only reflect arithmetic, as with random weights.
     """
 
     model: str
@@ -178,7 +178,7 @@ class TimeLine:
 class ContextCrossing:
     """Where an arm's line crosses the reference's; `at` is None if they do not cross, or it is unclear.
 
-    `faster` says whether the arm is faster at the shortest and at the longest context; None if unclear. `contrary` are
+    `faster` is whether the arm is faster at the shortest and at the longest context; None if unclear. `contrary` are
     measured contexts that contradict the lines.
     """
 
@@ -193,8 +193,8 @@ class ContextCrossing:
 class ArmTimes:
     """One arm's times: TPOT by context, its line and crossing, a prompt's TTFT, joules per token in and out.
 
-    `why` is why there are none, `kernel` names the kernel ('' without one), and `doubts` are labels of its runs that
-    rule out a verdict.
+    `why` is the reason if they are missing, `kernel` names the kernel ('' without one), and `doubts` are labels of its
+    runs that rule out a verdict.
     """
 
     arm: ServedArm

@@ -1,1 +1,1 @@
-"""Measure: begin in your project: options, a workload, a CI file."""
+"""Measure: set up your project: options, a workload, a CI workflow."""

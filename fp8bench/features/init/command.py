@@ -28,7 +28,7 @@ Hold it against a commit, as {_WORKFLOW} does for pull requests:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"Writes {_CONFIG} (five options), {_SUITE} (a workload that runs) and "
-        f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Writes over nothing."
+        f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Never overwrites files."
     )
     parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
     parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
@@ -78,7 +78,7 @@ def _ask_for_source() -> str:
 
 
 def _install_problem(source: str, folder: Path) -> str:
-    """Returns why another machine may not be able to install the source; '' if there is no objection."""
+    """Returns why another machine may not be able to install the source; '' if it can."""
     if not source:
         return "this fp8bench is from a folder of this machine, and perhaps in no index"
     is_path = "/" in source and not types.is_address(source.removeprefix("git+"))

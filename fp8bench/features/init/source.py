@@ -42,7 +42,7 @@ def _name_origin(origin: dict[str, Any]) -> str:
     if "dir_info" in origin:
         folder = unquote(urlsplit(address).path)
         if _ask_git(folder, "rev-parse", "--show-prefix") or not _ask_git(folder, "branch", "-r", "--contains", "HEAD"):
-            return ""  # a part of another repository, or a commit that only this machine has
+            return ""  # a part of a different repository, or a commit that only this machine has
         return _name_commit(_ask_git(folder, "remote", "get-url", "origin"), _ask_git(folder, "rev-parse", "HEAD"))
     return address if address.startswith("https://") else ""
 

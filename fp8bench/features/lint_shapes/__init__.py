@@ -1,1 +1,1 @@
-"""Decide: find products that native FP8, MX and NVFP4 refuse or pad."""
+"""Decide: find shapes that native FP8, MX and NVFP4 refuse or pad."""

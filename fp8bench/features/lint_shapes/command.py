@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class LinearShape:
 @dataclass(frozen=True)
 class ShapeFinding:
     """One product of one layer in one mode on one class of devices. `exists` is False if the class has no such product
-    in any shape; it fits if there is no `why`. `padded` are sides that would fit, None if none would."""
+    in any shape; it fits if `why` is empty. `padded` are sides that would fit, None if none would."""
 
     layer: str
     product: str
@@ -65,14 +66,14 @@ _LINEAR_KINDS = ("linear", "conv1d", "experts", "head")
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of devices, why, and to "
-        "which sides they could be padded. Needs no device, and times nothing."
+        "Lists the products of linear layers whose shapes native FP8, MX or NVFP4 would refuse on each class "
+        "of devices, the reason, and the sizes to pad them to. Needs no device and times nothing."
     )
     parser.epilog = (
-        "Exit codes: 0 every product fits as it is on some of the devices, in every mode; 2 wrong usage; 3 some "
+        "Exit codes: 0 every product fits unpadded on some of the devices, in every mode; 2 wrong usage; 3 some "
         "product fits on none."
     )
-    words = f"{', '.join(models())}, or MODULE:FUNCTION of your own"
+    words = f"{', '.join(models())}, or your MODULE:FUNCTION"
     parser.add_argument("name", metavar="MODEL", help=words)
     words = "rows of a known model's activations; default 8192, or those of a transformer's step"
     parser.add_argument("--tokens", type=types.whole(whole_number(1)), metavar="N", help=words)
@@ -126,9 +127,11 @@ def judge_all(
     shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
 ) -> list[ShapeFinding]:
     """Judges every product of every layer, except weight gradients that a recipe leaves in bf16."""
-    kinds = [(kind, mode) for kind in PRODUCTS for mode in modes]
-    judged = [pair for pair in kinds if pair[0] != "weight-gradient" or not pair[1].recipe.high_weight_gradient]
-    return [judge(shape, *pair, device) for shape in shapes for pair in judged for device in devices]
+    findings: list[ShapeFinding] = []
+    for shape, kind, mode in itertools.product(shapes, PRODUCTS, modes):
+        if kind != "weight-gradient" or not mode.recipe.high_weight_gradient:
+            findings += [judge(shape, kind, mode, device) for device in devices]
+    return findings
 
 
 def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
@@ -168,7 +171,7 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     modes = dict.fromkeys(finding.mode for finding in findings)
     cols = [Col("device", str), *(Col(mode, partial(count, mode), number=True) for mode in modes)]
     fitting = table("fitting", "", cols, dict.fromkeys(finding.device for finding in findings))
-    parts = [Part("fitting", "products that fit as they are; -: there is no such product", (fitting,))]
+    parts = [Part("fitting", "products that fit unpadded; -: does not exist", (fitting,))]
     # 2. Each refused product once, with every device and mode that refuses it.
     if refused := together(
         ((finding.layer, finding.product, finding.sides, finding.padded, finding.why), (finding.mode, finding.device))
@@ -176,16 +179,16 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
         if finding.exists and not finding.fits
     ):
         rows = table("refused", "", _REFUSED, refused.items())
-        parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
+        parts.append(Part("refused", "refused unpadded, and the size to pad to", (rows,)))
     # 3. Modes without such a product, for which padding does not help.
     if lacking := together((finding.why, (finding.mode, finding.device)) for finding in findings if not finding.exists):
         items = Items(tuple(Text(f"{reason}: {_places(places)}") for reason, places in lacking.items()))
-        parts.append(Part("missing", "why there is no such product", (items,)))
+        parts.append(Part("missing", "why it does not exist", (items,)))
     # 4. Products that no device takes: change these first.
     lost = fitting_nowhere(findings)
     names = join_words([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
-    words = f"Not taken as they are by any of these devices: {names}."
-    every = "Every product fits as it is on some of these devices, in every mode."
+    words = f"Refused unpadded by all of these devices: {names}."
+    every = "Every product fits unpadded on some of these devices, in every mode."
     parts.append(Part("conclusion", "", (Text(words if lost else every),)))
     return Page(f"{model}: products of linear layers, as torch's scaled_mm takes them", "", tuple(parts))
 

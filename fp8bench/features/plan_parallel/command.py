@@ -60,9 +60,9 @@ FIRST_OPTIONS = "--gpus --topology --batch --sequence --dtype --calibrate --reci
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP): memory and "
-        "tokens a second of each GPU by formulas. With --calibrate, paces have a band: how far off formulas were on "
-        "published machines that were held out. Measures nothing."
+        "Lists every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP),"
+        " with each GPU's memory and tokens per second from formulas. --calibrate adds a band to the pace: "
+        "the formulas' error on published machines that were held out. Measures nothing."
     )
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
@@ -84,7 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of the products in blocks; default bf16")
     words = "bytes a weight: fp32 keeps 16, fp8-lm 6 (fp16 weights and second moments, FP8 gradients and first ones)"
     add("--states", choices=[*STATES], default="fp32", help=words)
-    words = "memory of RLHF: beside the model (actor) a critic that trains, a reference and a reward model, as large"
+    words = "memory of RLHF: next to the model (actor) a critic that trains, a reference and a reward model, as large"
     add("--rlhf", action="store_true", help=words)
     words = "copies (DDP) share out master weights and moments, and keep weights and gradients whole: ZeRO-1"
     add("--zero-1", action="store_true", help=words)
@@ -96,7 +96,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--compiled-loss", action="store_true", help=words)
     words = "which activations backward computes again; default auto: the least with which something fits"
     add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
-    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="how many ways are shown; default 10")
+    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="number of ways to show; default 10")
     add_common(parser, "--json", help="print all ways as JSON instead")
     add_common(parser, "--explain")
     add_common(parser, "--csv", help="also write a row for each way to this file; '-' prints them instead")
@@ -154,7 +154,9 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
     topology = read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
-        raise UsageError("--recipe says how products in FP8 are scaled, and there are none: add --dtype fp8.")
+        raise UsageError(
+            "--recipe sets how FP8 products are scaled, and this plan has no FP8 products. Add --dtype fp8."
+        )
     recipe = arguments.recipe or next(iter(RECIPES))
     if by is not None:
         topology = calibrate(topology, by, recipe)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Checkpointing(StrEnum):
-    """What backward recomputes: nothing, every other product of a block, or the whole block."""
+    """How much backward recomputes: nothing, every other product of a block, or the whole block."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -137,7 +137,7 @@ class Load:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Bytes that a training stores per weight. `copy` is what products read, as it is sent; `lying` the same in memory,
+    """Bytes that a training stores per weight. `copy` is the operand of products when sent; `lying` the same in memory,
     which is more in FP8, because Hopper multiplies codes in one orientation only."""
 
     weight: int

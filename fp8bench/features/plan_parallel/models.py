@@ -117,7 +117,7 @@ def sizes_of(holders: Sequence[Holder]) -> dict[str, Any] | None:
     if len(sides["head"]) != 1:
         return None
     ((vocabulary, width),) = sides["head"]
-    # Only the last product of a feed-forward part has another input width than the residual stream.
+    # Only the last product of a feed-forward part differs in input width from the residual stream.
     hidden = {inputs for _, inputs in sides["mlp"]} - {width}
     layers = sum(inputs != width for _, inputs in sides["mlp"])
     if len(hidden) != 1:

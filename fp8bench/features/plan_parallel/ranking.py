@@ -127,7 +127,7 @@ def pace_band(
 
 # The share of a GPU's memory that a plan may use: the rest is for the driver and libraries.
 USABLE = 0.97
-# With shorter pieces of a sequence, attention kernels are less efficient than formulas say.
+# With shorter pieces of a sequence, attention kernels are less efficient than the formulas assume.
 _SHORTEST = 4096
 # From this length on, context parallelism is worthwhile.
 _LONG = 32768

@@ -44,7 +44,7 @@ class SelfCheck:
 
 
 def checks(device: str = "cpu") -> Iterator[SelfCheck]:
-    """Yields each check as it is done; timings are taken on `device`."""
+    """Yields each finished check; timings are taken on `device`."""
     yield rounding()
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))

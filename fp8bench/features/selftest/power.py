@@ -8,6 +8,7 @@ the memory layout.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -171,8 +172,8 @@ def run_power(
                             _write(path, (*done, result), recorded_facts)
 
                     results.append(measure_power(worker, facts, operation, trials, len(results), after))
-    loads = sorted(load for result in results for load in result.loads)
-    return Power(tuple(row for result in results for row in summarise(result)), tuple(loads))
+    loads = itertools.chain.from_iterable(result.loads for result in results)
+    return Power(tuple(summarise(results)), tuple(sorted(loads)))
 
 
 def measure_power(
@@ -262,8 +263,11 @@ def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
 
 
-def summarise(result: Arms) -> list[PowerRow]:
-    return [_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
+def summarise(results: Sequence[Arms]) -> list[PowerRow]:
+    rows: list[PowerRow] = []
+    for result in results:
+        rows += [_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
+    return rows
 
 
 def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
@@ -334,7 +338,7 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
     """Rewrites all figures and comparisons."""
     content = {
         "environment": environment,
-        "rows": [asdict(row) for result in results for row in summarise(result)],
+        "rows": [asdict(row) for row in summarise(results)],
         "operations": list(map(_operation_value, results)),
     }
     with keeping(f"--json {path}", "Name a file in a folder you may write."):

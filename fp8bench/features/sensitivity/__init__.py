@@ -1,1 +1,1 @@
-"""Decide: find the layers that suffer, and a map that keeps the loss."""
+"""Decide: find sensitive layers, and a precision map that keeps the loss."""

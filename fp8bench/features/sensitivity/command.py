@@ -34,26 +34,28 @@ FIRST_OPTIONS = "--dtype --reference --by --steps --tolerance --size --device --
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the transformer, or a model of your own, with one layer at a time in low precision and the rest in the "
-        "reference, then looks for a precision map that keeps the loss, and runs every map that it tries."
+        "Trains the transformer, or your model, with one layer at a time in low precision and the others in "
+        "the reference, then searches for a precision map that keeps the loss, and trains with every map that"
+        " it tries."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted."
     add = parser.add_argument
-    words = "a model of your own instead, as profile takes it; it trains on its one batch"
+    words = "your model instead, as profile takes it; it trains on its one batch"
     add("target", nargs="?", metavar="MODULE:FUNCTION", help=words)
     add("--size", metavar="NAME", help="the model, as in suite transformer; default nano")
     add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
-    words = "the precision of the other layers; default bf16; of a model of your own untouched (as it came)"
+    words = "the precision of the other layers; default bf16; for your model untouched"
     add("--reference", metavar="DTYPE", help=words)
     words = (
-        "what is low at a time; format: also try FP8's formats and scales in each layer, and propose one; default layer"
+        "what to lower at a time; format: also try FP8's formats and scales in each layer, and propose one; "
+        "default layer"
     )
     add("--by", choices=tuple(by.value for by in By), default="layer", help=words)
     words = "training steps of every run; default 50"
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
     words = "the largest loss gap that a suggested map may have; default 1"
     add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
-    words = "the largest error of its first gradients, too: these tell layers apart where losses of few steps do not"
+    words = "also limit the error of its first gradients, which separates layers that the loss of few steps cannot"
     add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=words)
     add_common(parser, "--seed", help="for data and weights; default 0")
     add_common(parser, "--threads")
@@ -112,9 +114,7 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
     # 1. Reject options that a user's model does not have.
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
-            raise UsageError(
-                f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
-            )
+            raise UsageError(f"--{option} goes with the transformer, and {target} is your model. Leave one out.")
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
     if arguments.by == By.FORMAT and arguments.dtype != FORMATS[0]:
         raise UsageError(
@@ -297,7 +297,9 @@ def _noise(study: Study) -> str:
 def rows_of(study: Study) -> Rows:
     baseline = (study.baseline,)
     parts = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
-    rows = [_row_of(study, part, trial) for part, trials in parts.items() for trial in trials]
+    rows: list[dict[str, object]] = []
+    for part, trials in parts.items():
+        rows += [_row_of(study, part, trial) for trial in trials]
     return tuple(rows[0]), rows
 
 

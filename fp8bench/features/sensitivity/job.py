@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
@@ -28,7 +28,7 @@ from fp8bench.features.sensitivity.study import (
 from fp8bench.files import compact, keeping, read_file, seal, unseal, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import AskedBench, Worker, claim_process
+from fp8bench.measure.handle import Worker, claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
@@ -41,6 +41,9 @@ from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.model import MADE
+
+if TYPE_CHECKING:
+    from fp8bench.measure.handle import AskedBench
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
         try:
             studies.append(decode(Study, {**unseal(json.loads(read_file(path))), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
-            troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
+            troubles.append(f"{path} is not a study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles
 
 
@@ -97,7 +100,7 @@ def write_map(study: Study, path: Path) -> None:
     """Writes the suggested map as a file for --precision-map. Raises UsageError if none is suggested."""
     trial = study.suggestion
     if trial is None:
-        raise UsageError(f"no map is suggested, so {path} was not written. The tables above say why.")
+        raise UsageError(f"no map is suggested, so {path} was not written. The tables above show the reason.")
     head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
     precision_map = study.stated_map(trial) or tuple((name, study.low) for name in trial.low)
     with keeping(f"--write-map {path}", "Give another file."):
@@ -282,7 +285,7 @@ class StudyRuns:
         return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
 
     def _measure(self, trial: LayerTrial) -> LayerTrial:
-        """Returns the trial with the error of its first gradients, or with the reason why there is none."""
+        """Returns the trial with the error of its first gradients, or with the reason why it is missing."""
         try:
             error = self._bench.gradient_error(self._case(trial), self.reference, self.facts)
         except WorkerError as fault:
@@ -306,8 +309,10 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
     """Returns the groups to lower one at a time: (name, kind, names of layers)."""
     if by is By.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
-    kinds = dict.fromkeys(layer.kind for layer in layers)
-    return [(kind, kind, tuple(layer.name for layer in layers if layer.kind == kind)) for kind in kinds]
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.kind, []).append(layer.name)
+    return [(kind, kind, tuple(members)) for kind, members in names.items()]
 
 
 def _why_unsound(losses: Sequence[float], steps: int) -> str:

@@ -17,7 +17,7 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, key_of
 
 _LAST = 5
-# Losses of the same weights differ by less than this on devices with another summation order.
+# Losses of the same weights differ by less than this on devices that sum in a different order.
 _SAME = 1e-6
 
 

@@ -54,16 +54,16 @@ FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the same model on the same batches in several precisions side by side, and says of each whether its "
-        "loss differs from the reference's, and whether by more than --margin: by the gap of the loss, paired over "
-        "seeds, with its interval. Without options it trains nano 16 times, which takes about three minutes on one "
-        "core; --quick takes some seconds."
+        "Trains the same model on the same batches in several precisions, and reports for each whether its "
+        "loss differs from the reference's, and whether by more than --margin: the gap is paired over seeds "
+        "and has an interval. Without options it trains nano 16 times, which takes about three minutes on one"
+        " core; --quick takes some seconds."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
         "end, 130 interrupted. Without --fail-on verdicts do not change the exit code."
     )
-    words = "train this instead: a function without arguments that returns your model, as for `profile`"
+    words = "your model instead: a function without arguments that returns it, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
     add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")
@@ -84,12 +84,12 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
     words = "the largest loss gap, in percent of the reference's loss, that does not matter; default 1"
     margin = types.number(PERCENT)
     group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
-    add_common(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, to see that it runs: too little for a verdict")
+    add_common(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, a smoke test: too little for a verdict")
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     add_common(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
-    words = "options in YAML, by their names without dashes; the command line wins"
+    words = "options in YAML, by name without dashes; the command line overrides it"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
     words = (
@@ -103,7 +103,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table"
     )
     add_common(
-        group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table"
+        group, "--csv", help="also write its lines to PATH, one figure a row; '-' prints them instead of the table"
     )
     words = "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
     group.add_argument("--on-alarm", default="", metavar="COMMAND", help=words)

@@ -361,7 +361,7 @@ class TrainerSettings:
         "",
     )
     on_nan: str = _choice(
-        "stop", ("stop", "skip"), "what an arm does after a step that is not finite; default {default}"
+        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"
     )
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
@@ -469,7 +469,7 @@ class TrainingRequest:
     own_batch: int | None = option(
         None,
         MEMORY_SIZE,
-        "also find the largest batch of each native arm in this memory, like 2GiB, and compare arms at these",
+        "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
         LENGTH,
         parse="memory",

@@ -246,8 +246,8 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped', 'resumed', or one of the kinds named above.
-    `layer` and `tensor` are where it happened, `values` what was observed, `remedy` what may help."""
+    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or one of
+    the kinds named above. `layer` and `tensor` say where, `values` what was observed, `remedy` what may help."""
 
     kind: str
     words: str

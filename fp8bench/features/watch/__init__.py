@@ -1,1 +1,1 @@
-"""Measure: watch the training of your script, without changing it."""
+"""Measure: watch your training script without changing it."""

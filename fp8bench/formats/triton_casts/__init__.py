@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FIRST_CAPABILITY = (8, 9)
 """The first with instructions that convert to FP8."""
-# Process-wide, because autograd casts in threads of its own. `failure` is why a kernel did not compile, '' if none.
+# Process-wide, because autograd casts in other threads. `failure` is why a kernel did not compile, '' if none.
 _STATE = SimpleNamespace(chosen=True, failure="")
 
 

@@ -15,6 +15,9 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 HALF_MAGNITUDE = tl.constexpr(0x7FFF)
 ONE = tl.constexpr(0x3F800000)
 LARGEST_FACTOR = tl.constexpr(2.0**126)
+LARGEST_EXPONENT = tl.constexpr(126)
+BIAS = tl.constexpr(127)
+TWICE_ONE = tl.constexpr(2 * 0x3F800000)
 MANTISSA_BITS = tl.constexpr(23)
 SMALLEST_POWER = tl.constexpr(1 << 22)
 LARGEST_POWER = tl.constexpr(254 << 23)
@@ -46,13 +49,24 @@ def divide(dividend, divisor):
 
 @triton.jit
 def factor_of(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """What elements are multiplied by, from the bits of their largest magnitude: see blocks.float_factor."""
+    """The factor of elements, from the bits of their largest magnitude: see blocks.float_factor."""
     usable = (bits > 0) & (bits < INFINITY)
-    amax = tl.where(usable, bits, ONE).to(tl.float32, bitcast=True)
-    factor = tl.where(usable, tl.minimum(divide(LARGEST, amax), LARGEST_FACTOR), 1.0)
+    amax = tl.where(usable, bits, ONE)
     if POWER_OF_TWO:
-        factor = (factor.to(tl.int32, bitcast=True) & INFINITY).to(tl.float32, bitcast=True)
-    return factor
+        # The exponent of the quotient, rounded down: a division would need registers for each scale of a thread.
+        largest = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True)
+        exponent = tl.minimum((-amax + largest) >> MANTISSA_BITS, LARGEST_EXPONENT)
+        factor = ((exponent + BIAS) << MANTISSA_BITS).to(tl.float32, bitcast=True)
+    else:
+        factor = tl.minimum(divide(LARGEST, amax.to(tl.float32, bitcast=True)), LARGEST_FACTOR)
+    return tl.where(usable, factor, 1.0)
+
+
+@triton.jit
+def inverse_of(factor, POWER_OF_TWO: tl.constexpr):
+    if POWER_OF_TWO:
+        return (-factor.to(tl.int32, bitcast=True) + TWICE_ONE).to(tl.float32, bitcast=True)
+    return divide(1.0, factor)
 
 
 @triton.jit
@@ -96,7 +110,7 @@ def find_scale(x, scale, inverse, state, size, LARGEST: tl.constexpr, POWER_OF_T
     if last:
         factor = factor_of(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale, factor)
-        tl.store(inverse, divide(1.0, factor))
+        tl.store(inverse, inverse_of(factor, POWER_OF_TWO))
 
 
 @triton.jit
@@ -232,7 +246,7 @@ def cast_rows(
             largest = tl.maximum(largest, tl.max(bits, axis=0).to(bits.dtype))
         if STRAIGHT:
             factor = factor_of(widen(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-            tl.store(inverse + row, divide(1.0, factor), mask=row < rows)
+            tl.store(inverse + row, inverse_of(factor, POWER_OF_TWO), mask=row < rows)
             tl.store(codes + place, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=inside)
     if PEAKS:
         columns_of_peaks = tl.arange(0, WIDTH)
@@ -263,7 +277,7 @@ def cast_long_rows(
         values = tl.load(x + place + start + offsets, mask=inside, other=0.0, eviction_policy="evict_last")
         largest = tl.maximum(largest, magnitude(values))
     factor = factor_of(widen(tl.max(largest, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-    tl.store(inverse + tl.program_id(0), divide(1.0, factor))
+    tl.store(inverse + tl.program_id(0), inverse_of(factor, POWER_OF_TWO))
     # Second pass: codes. Nobody reads the row again, so it may leave the cache.
     for start in range(0, columns, WIDTH):
         inside = start + offsets < columns
@@ -310,7 +324,7 @@ def cast_columns(
     factor = factor_of(tl.load(peaks + column, mask=column < columns, other=0), LARGEST, POWER_OF_TWO)
     # All lines of tiles compute the same inverse; one writes it.
     if line == 0:
-        tl.store(inverse + column, divide(1.0, factor), mask=column < columns)
+        tl.store(inverse + column, inverse_of(factor, POWER_OF_TWO), mask=column < columns)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     coded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
@@ -338,7 +352,7 @@ def cast_blocks(
 ):
     """Codes with a scale for SIDE elements of a row, or SIDE x SIDE (SQUARE): a program takes one square, once.
 
-    Scales of parts of rows lie by columns: `stride` apart from one part to the next. Those of squares lie by rows.
+    Scales of parts of rows are stored by columns, with `stride` from one part to the next; scales of squares by rows.
     """
     tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
     row = tile_row * SIDE + tl.arange(0, SIDE)
@@ -350,8 +364,8 @@ def cast_blocks(
     # A square has one scale for both orientations, parts of rows have one for each.
     if SQUARE:
         factor = factor_of(widen(tl.max(tl.max(bits, axis=1), axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-        tl.store(inverse + tile_row * stride + tile_column, divide(1.0, factor))
-        tl.store(turned_inverse + tile_column * turned_stride + tile_row, divide(1.0, factor))
+        tl.store(inverse + tile_row * stride + tile_column, inverse_of(factor, POWER_OF_TWO))
+        tl.store(turned_inverse + tile_column * turned_stride + tile_row, inverse_of(factor, POWER_OF_TWO))
         coded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
         if STRAIGHT:
             tl.store(codes + place, coded, mask=inside)
@@ -360,11 +374,15 @@ def cast_blocks(
     else:
         if STRAIGHT:
             factor = factor_of(widen(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-            tl.store(inverse + tile_column * stride + row, divide(1.0, factor), mask=row < rows)
+            tl.store(inverse + tile_column * stride + row, inverse_of(factor, POWER_OF_TWO), mask=row < rows)
             tl.store(codes + place, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=inside)
         if TURNED:
             factor = factor_of(widen(tl.max(bits, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-            tl.store(turned_inverse + tile_row * turned_stride + column, divide(1.0, factor), mask=column < columns)
+            tl.store(
+                turned_inverse + tile_row * turned_stride + column,
+                inverse_of(factor, POWER_OF_TWO),
+                mask=column < columns,
+            )
             coded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
             tl.store(turned + column[None, :] * rows + row[:, None], coded, mask=inside)
 
@@ -380,7 +398,8 @@ def mx_exponent(bits, CARRY: tl.constexpr, EXPONENT: tl.constexpr):
 def encode_mx(values, bits, exponent, LARGEST: tl.constexpr, E5M2: tl.constexpr):
     """Bytes of codes. A block with a NaN has it in its scale: its elements are zeros."""
     finite = tl.where(bits > INFINITY, 0.0, values.to(tl.float32))
-    inverse = power_of_two(LARGEST_POWER - exponent)
+    # The constant comes last: triton 3.7's interpreter subtracts no tensor from one.
+    inverse = power_of_two(-exponent + LARGEST_POWER)
     if E5M2:
         coded = encode(finite, inverse, LARGEST, tl.float8e5)
     else:

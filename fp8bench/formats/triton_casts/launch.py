@@ -1,7 +1,7 @@
 """Runs plans: through Triton the first time, then by the compiled kernels themselves. Imports triton.
 
-Triton looks at every argument in every call, which takes longer than a small cast. What it finds depends on shapes,
-strides and dtypes alone, if pointers are aligned: a `Repeat` keeps it, and a call passes addresses and a stream.
+Triton looks at every argument in every call, which takes longer than a small cast. The result depends on shapes,
+strides and dtypes alone, if pointers are aligned: a `Repeat` stores it, and a call passes addresses and a stream.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ ALIGNMENT = 16
 _WIDE = ("x", "codes", "turned")
 """Arguments that are read and written by such instructions."""
 _SOME_PROCESSORS = 4
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+# A counter for each device and stream.
+_COUNTERS: dict[tuple[int | None, int], Tensor] = {}
 
 
 @dataclass(frozen=True)
 class Specialised:
-    """What Triton compiles of a plan: a function, its arguments' types, and its constants."""
+    """The part of a plan that Triton compiles: a function, its arguments' types, and its constants."""
 
     function: str
     warps: int
@@ -110,7 +111,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     device = tensors[0].device
     compiled = []
     with _use_device(device):
-        counter, zeros = _allocate(_scratch_of(plans), device)
+        counter, zeros = _allocate(_scratch_of(plans), device, _stream(device))
         # The first run goes through Triton's own launcher, which compiles; later ones repeat its result.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
@@ -122,42 +123,44 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class Repeat:
-    """A cast as it was launched, for other tensors of the same shapes, strides and dtypes."""
+    """Launches a cast again for other tensors of the same shapes, strides and dtypes."""
 
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
         self._device, self._wide = device, tuple(_wide(plans))
         self._scratch = _scratch_of(plans)
+        # Operands are the tensors' addresses, then the counter, then the zeros.
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
             # Constants take their places among the arguments, because the compiled function has both.
             names = getattr(kernels, plan.function).arg_names
             values = [plan.arguments[name] if name in plan.arguments else plan.constants[name] for name in names]
-            pointers = [(place, value.index) for place, value in enumerate(values) if isinstance(value, Pointer)]
-            scratch = [
-                (place, isinstance(value, Counter))
-                for place, value in enumerate(values)
-                if isinstance(value, Counter | Zeros)
-            ]
-            self._launches.append((kernel[(plan.programs, 1, 1)], values, pointers, scratch))
+            operands = []
+            for place, value in enumerate(values):
+                if isinstance(value, Pointer | Counter | Zeros):
+                    number = value.index if isinstance(value, Pointer) else -2 if isinstance(value, Counter) else -1
+                    operands.append((place, number))
+            self._launches.append(
+                (kernel.run, plan.programs, kernel.function, kernel.packed_metadata, values, operands)
+            )
 
     def __call__(self, addresses: Sequence[int]) -> bool:
         """Launches for tensors at these addresses; False, and nothing, where one is not aligned."""
         for index in self._wide:
             if addresses[index] % ALIGNMENT:
                 return False
-        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
-            with _use_device(self._device):
+        device = self._device
+        if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
+            with _use_device(device):
                 return self(addresses)
-        stream = _stream(self._device)
-        counter, zeros = _allocate(self._scratch, self._device)
-        for launch, values, pointers, scratch in self._launches:
-            # A copy: backward passes cast in threads of their own.
-            arguments: list[object] = [*values]
-            for place, index in pointers:
-                arguments[place] = addresses[index]
-            for place, counts in scratch:
-                arguments[place] = counter if counts else zeros
-            launch(*arguments, stream=stream)
+        stream = _stream(device)
+        operands = (*addresses, *_allocate(self._scratch, device, stream))
+        # Triton's own way to here reads its settings and makes two functions a launch. Without hooks it does no more.
+        for run, programs, function, metadata, values, places in self._launches:
+            # A copy, because backward passes cast in other threads.
+            arguments: list[object] = values.copy()
+            for place, number in places:
+                arguments[place] = operands[number]
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
         return True
 
 
@@ -184,21 +187,21 @@ def _scratch_of(plans: Sequence[Plan]) -> tuple[bool, int]:
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 
 
-def _allocate(scratch: tuple[bool, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def _allocate(scratch: tuple[bool, int], device: torch.device, stream: int) -> tuple[Tensor | None, Tensor | None]:
     counts, zeros = scratch
     memory = torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None
-    return _counter(device) if counts else None, memory
+    return _counter(device, stream) if counts else None, memory
 
 
-def _counter(device: torch.device) -> Tensor:
-    """Launches of a stream follow each other, and share a counter. A captured graph may run beside them: it gets a
+def _counter(device: torch.device, stream: int) -> Tensor:
+    """Launches of a stream follow each other, and share a counter. A captured graph may run at the same time: it gets a
     counter for each launch, which it sets to zero itself."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device, _stream(device)
-    if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _COUNTERS[key]
+    counter = _COUNTERS.get((device.index, stream))
+    if counter is None:
+        counter = _COUNTERS[device.index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
 
 
 def _stream(device: torch.device) -> int:

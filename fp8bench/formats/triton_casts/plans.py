@@ -52,7 +52,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Zeros:
-    """So many int32 that are zero at the first launch of a cast, which its launches share."""
+    """`count` int32 that are zero at a cast's first launch, and that its launches share."""
 
     count: int
 
@@ -283,7 +283,7 @@ def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, ro
         return plans
     down, across = _TILE
     arguments = {"x": Pointer(begins), "peaks": peaks, **sizes}
-    # The maxima of columns cost a pass of their own where the first launch could not find them.
+    # The maxima of columns cost a separate pass where the first launch could not find them.
     if not at_once:
         lines = 4 * down
         programs = _parts(rows, lines) * _parts(columns, across)

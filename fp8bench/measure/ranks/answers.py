@@ -27,7 +27,7 @@ Merges = Mapping[str, Callable[[Sequence[Any]], Any]]
 def merge_answers(name: str, answers: Sequence[Any], more_merges: Merges = MappingProxyType({})) -> Any:
     """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree.
 
-    `more_merges` adds merges for the requests of another bench than the worker's own.
+    `more_merges` adds merges for requests of a bench other than the worker's.
     """
     merges = {**_MERGED, **more_merges}
     return merges[name](answers) if name in merges else answers[0]
@@ -36,7 +36,7 @@ def merge_answers(name: str, answers: Sequence[Any], more_merges: Merges = Mappi
 def slowest(slots: Sequence[RawSlot]) -> RawSlot:
     """A step is over when its slowest rank is: call by call that rank's marks as a whole, so that phases still add up.
 
-    What the system counted is taken from the rank that was slowest over all calls.
+    The system's counts are those of the rank that was slowest over all calls.
     """
     steps_of_ranks = [slot.steps for slot in slots]
     calls = tuple(max(steps, key=_step_ns) for steps in zip(*steps_of_ranks, strict=True))
@@ -121,7 +121,7 @@ StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 def _step_parts(
     answers: Sequence[StepAnswer | str | None],
 ) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
-    """What every rank sends. Each round of each part ends with its slowest rank."""
+    """Merges what every rank sends. Each round of each part ends with its slowest rank."""
     parts = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(parts) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
@@ -157,7 +157,7 @@ _MERGED: Merges = {
 
 # How a process ends that has waited for its neighbours in vain, or was ended because they failed.
 _VICTIMS = (-signal.SIGABRT, -signal.SIGTERM)
-# What gloo and NCCL make a rank raise because of its neighbours; a suite may raise it by itself, too.
+# Errors that gloo and NCCL raise in a rank because of its neighbours; a suite may raise them itself.
 _MAY_COMPLAIN = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
 
 
@@ -165,8 +165,8 @@ _MAY_COMPLAIN = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*
 class RankState:
     """A rank when something went wrong: its last heartbeat, its answer and how it ended, if it did.
 
-    `fault` is its exception in words, with the traceback. `ended` says how its process ended, '' while it lives;
-    `status` is the exit status if the launcher reported one.
+    `fault` is its exception in words, with the traceback. `ended` is how its process ended, '' while it lives; `status`
+    is the exit status if the launcher reported one.
     """
 
     beat: Heartbeat
@@ -189,7 +189,7 @@ class RankState:
 
 
 def behind(states: Sequence[RankState]) -> RankState:
-    """The rank whose heartbeat is oldest: which has done least, then longest ago.
+    """The rank with the oldest heartbeat: the one that has done least, then longest ago.
 
     Of ranks that have come equally far, one that does not answer is named before one that complains of it. A rank that
     has done what it was asked is named only if all have.
@@ -213,8 +213,8 @@ def culprit(states: Sequence[RankState]) -> RankState:
 
 
 def suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """The culprit; several ranks where nobody can tell: they have come equally far, to the same phase, and each may
-    have waited for the other, whoever complained first."""
+    """The culprit; several ranks where it is unclear: they have come equally far, to the same phase, and each may have
+    waited for the other, whoever complained first."""
     guilty = culprit(states)
     if guilty.ended or guilty.failed_itself:
         # Ranks that wait in the same place are all suspects; those that are done with their work are not.

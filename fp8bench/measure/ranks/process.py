@@ -36,7 +36,7 @@ from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, wo
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
 _GLANCE_SECONDS = 0.2
 # Once a rank has failed the others fail soon, or wait for it in vain; a busy machine may stop one for seconds, and a
-# fault of all ranks must not be taken for that of the first one to tell of it.
+# fault of all ranks must not be attributed to the first one that reports it.
 _GRACE_SECONDS = 5.0
 # Ranks and what they have started are ended at once; a loaded machine takes its time.
 _ENDING_SECONDS = 10.0
@@ -46,7 +46,7 @@ _LAUNCHER_SECONDS = 2.5
 _TELLING_SECONDS = 30.0
 _ENDED_OF_ITSELF = "ended without an error, before it had answered"
 _NOBODY_KNOWS = "ended, and the launcher of the ranks did not say how"
-# Of the folder for what is temporary: the name of a socket in a folder of ours in there may have 103 (Linux: 107).
+# Characters of the folder for temporary files: the name of a socket in our folder there may have 103 (Linux: 107).
 _MOST_LETTERS = 70
 Reply = tuple[int, tuple[Any, ...]]
 
@@ -80,7 +80,7 @@ class _Rank:
 class RanksProcess(WorkerProcess):
     """Sends each request to all ranks; the answer is there when all have answered.
 
-    `broken` says that they no longer keep step with each other, so nothing more can be asked of them.
+    `broken`: they are no longer in step with each other, so no more requests can be sent.
     """
 
     def __init__(self, python: str, environment: Mapping[str, str], launch: Launch) -> None:
@@ -175,7 +175,7 @@ class RanksProcess(WorkerProcess):
         states = self._blame()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._has_ended):
-            last = behind(states)  # whose end the launcher's brought comes first by chance, and says nothing
+            last = behind(states)  # the launcher's end brought theirs, in random order, which shows nothing
             self.failed = failed_rank(last.beat, len(states), time.monotonic())
             where = f"with rank {last.rank} in {last.beat.doing}{last_words(self._log)}"
             return f"the launcher of the ranks {describe_exit(status)}, {where}"
@@ -207,7 +207,7 @@ class RanksProcess(WorkerProcess):
             return False
         looking = select.poll()
         looking.register(self._lifeline, 0)
-        return not looking.poll(0)  # POLLERR is told without being asked for
+        return not looking.poll(0)  # POLLERR is reported without being asked for
 
     @property
     def _has_failed(self) -> bool:
@@ -264,7 +264,7 @@ class RanksProcess(WorkerProcess):
         try:
             with (self._folder / words_file(rank.number)).open("rb") as words:
                 return last_words(words)
-        except FileNotFoundError:  # it ended before it had a file: what it said is where its launcher speaks
+        except FileNotFoundError:  # it ended before it had a file: its output is where its launcher prints
             return last_words(self._log)
         except OSError:
             return ""
@@ -302,13 +302,13 @@ class RanksProcess(WorkerProcess):
             connections: list[Any] = [rank.requests for rank in self._ranks if rank.requests is not None]
             ready, _, _ = select.select([listening, *connections], [], [], _GLANCE_SECONDS)
             if listening in ready:
-                # A connection says first whose it is: ranks come in any order.
+                # A connection begins with its rank's number, because ranks connect in any order.
                 connection = Connection(listening.accept()[0].detach())
-                with contextlib.suppress(EOFError, ConnectionError):  # one that has ended meanwhile is noticed below
+                with contextlib.suppress(EOFError, ConnectionError):  # a rank that has ended is noticed below
                     number, pid, channel = plain_value(connection.recv_bytes())
                     self._ranks[number].pid = pid
                     setattr(self._ranks[number], channel, connection)
-            elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
+            elif ready or self._popen.poll() is not None:  # ranks send nothing before a request
                 raise self._failed_start()
             elif time.monotonic() > end:
                 # Only one missing rank can be blamed; of several each may have waited for another.

@@ -18,9 +18,9 @@ from fp8bench.model.raw import Settings
 WAIT_SECONDS = 30.0
 
 
-# Variables that lead ranks to another machine, or let them connect late.
+# Variables that lead ranks to a different machine, or let them connect late.
 _ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
-# What a plan asks before there is a case; one process can answer it as well.
+# Requests of a plan before its first case; one process can answer them as well.
 _BEFORE_CASES = ("probe", "software", "overheads")
 
 

@@ -1,7 +1,7 @@
-"""A device's settings as far as its driver tells: facts for the environment of a run, and lines for the doctor.
+"""A device's settings as far as its driver reports them: facts for the environment of a run, and lines for the doctor.
 
 Names in the environment begin with the device's key ('cuda:0 power_cap'). Powers in watts, clocks in hertz, memory in
-bytes. None is unknown; '<key> unknown' says why.
+bytes. None is unknown; '<key> unknown' has the reason.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
 
 
 def device_lines(meter: Meter) -> Iterator[str]:
-    """Driver, limits, modes and present state; then the energy source, or why there is none."""
+    """Driver, limits, modes and present state; then the energy source, or why it is missing."""
     if not isinstance(meter.device, AbsentDevice):
         facts, state = meter.device.facts(), meter.device.state()
         values = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
@@ -106,7 +106,7 @@ def driver_state(library: Library = LIBRARY) -> str:
 
 
 def energy_source(meter: Meter) -> str:
-    """For example 'counter, changes every 100 ms', or why there is none."""
+    """For example 'counter, changes every 100 ms', or why it is missing."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
     period = _period(meter)

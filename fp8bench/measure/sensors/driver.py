@@ -1,4 +1,4 @@
-"""What can be asked of a device beside its energy, through the library of its driver.
+"""Readings of a device besides its energy, through the library of its driver.
 
 The library is initialised while anyone uses it, and left alone once it has hung. A hanging driver must not hang the
 run: calls are made on a daemon thread, so that the caller can stop waiting, and the process can end although the thread
@@ -106,7 +106,7 @@ Way = Callable[[Ask], Reading]
 
 
 class About(Enum):
-    """What a value describes: the driver, the whole device, or a part of it (a MIG instance) where there is one."""
+    """The subject of a value: the driver, the whole device, or a part of it (a MIG instance)."""
 
     SYSTEM = auto()
     DEVICE = auto()
@@ -136,16 +136,16 @@ class Queries:
 
 
 class Looks(ABC):
-    """What can be asked of a device beside its energy; each value is a reading or the reason why there is none."""
+    """Readings of a device besides its energy; each value is a reading or the reason for a missing one."""
 
     queries: Queries
     # How many parts the device is split into, which share its power and clocks; 0 where it is whole.
     shared_by: int = 0
-    # Whether it has nothing to say of clocks and heat.
+    # Whether it reports neither clocks nor temperatures.
     silent: ClassVar[bool] = False
 
     def facts(self) -> Readings:
-        """What does not change during a run: name, driver, limits, modes."""
+        """Constants of a run: name, driver, limits, modes."""
         return self._read(self.queries.facts)
 
     def power_limit(self) -> Read:
@@ -156,7 +156,7 @@ class Looks(ABC):
         return self._read(self.queries.state)
 
     def violations(self) -> Readings:
-        """For how long each limit has held the clocks back so far; `readings.grown` gives the time in between."""
+        """For how long each limit has held the clocks back; `readings.grown` gives the time in between."""
         return self._read(self.queries.violations)
 
     def process_memory(self, pid: int | None = None) -> Read:
@@ -170,7 +170,7 @@ class Looks(ABC):
         return self._read((query,))[query.name]
 
     def glance(self) -> Readings:
-        """What may change from one second to the next: clocks, temperature, throttle reasons."""
+        """State that may change every second: clocks, temperature, throttle reasons."""
         return self._read(self.queries.changing)
 
     def changing(self) -> Readings:

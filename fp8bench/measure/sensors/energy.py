@@ -1,10 +1,8 @@
-"""The energy of what runs while a window is open, and the thread that samples one source meanwhile.
-
-Windows never raise or hang; where there is no number there is the reason. Outside of windows nothing runs. A thread
-that wakes up takes 30 to 150 us of a processor, so it sleeps while nothing can be seen. It polls continuously for the
-first tick of a window. Ticks up to the tenth only have to be counted: one look a period, halfway between two of them.
-From there on any tick may be the last, so it is waited for from just before it is due.
-"""
+"""The energy of the work during a window, and the thread that samples one source in it. Windows never raise or hang; a
+missing number has its reason. Outside of windows nothing runs. A thread that wakes up takes 30 to 150 us of a
+processor, so it sleeps while nothing can be seen. It polls continuously for the first tick of a window. Ticks up to the
+tenth only have to be counted: one look a period, halfway between two of them. From there on any tick may be the last,
+so it is waited for from just before it is due."""
 
 from __future__ import annotations
 
@@ -140,9 +138,9 @@ _SPARE = 1.5
 
 
 class Sampler:
-    """What one thread sees. The thread writes; others may read `enough` at any time, the rest after it has ended.
+    """The samples of one thread. The thread writes; others may read `enough` at any time, the rest after it has ended.
 
-    `failure` says why the source failed, '' if it did not; `ended` is true once the thread has ended normally.
+    `failure` is why the source failed, '' if it did not; `ended` is true once the thread has ended normally.
     """
 
     def __init__(
@@ -212,10 +210,10 @@ class Sampler:
             answered = clock.now()
             if joules < last:
                 raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
-            # A tick lies between the last question that saw the old value and the answer that saw the new one.
+            # A tick is between the last question that saw the old value and the answer that saw the new one.
             tick = Tick(max(previous, asked - self._oldest), answered, joules) if joules > last else None
             if tick is None and asked - changed > self._oldest:
-                # The counter is slower than its rhythm says: ticks dated by that are worthless.
+                # The counter is slower than its period: ticks dated by the period are useless.
                 self.ticks.clear()
                 self._oldest = math.inf
                 self._polling = Polling(counts=True)
@@ -281,7 +279,7 @@ def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> 
 class Energy:
     """The energy of a window of `seconds`: the mean power of the measured `stretch` times that length.
 
-    `watched` is the device's state meanwhile.
+    `watched` is the device's state during the window.
     """
 
     source: SourceKind

@@ -1,7 +1,7 @@
 """Mean power over a window, from the ticks of an energy counter or from readings of a power sensor.
 
-A counter that changes every 100 ms says nothing about the time since its last change, so two reads a second apart may
-be wrong by a tenth. But at the instant of a change it is exact: between two changes the energy is the counter's
+A counter that changes every 100 ms has no information about the time since its last change, so two reads a second apart
+may be wrong by a tenth. But at the instant of a change it is exact: between two changes the energy is the counter's
 difference, whatever the power did in between.
 """
 
@@ -92,7 +92,7 @@ def rhythm(ticks: Sequence[Tick]) -> Rhythm:
 
 
 def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
-    """The outermost ticks, unless others were seen so much sharper that a shorter stretch is worth it."""
+    """The outermost ticks, unless others are sharper by enough to make a shorter stretch better."""
     start, end = ticks[0].at, ticks[-1].at
     first = min(range(len(ticks) - INTERVALS), key=lambda place: ticks[place].late + _WORTH * (ticks[place].at - start))
     last = min(

@@ -75,7 +75,7 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def why(self) -> str:
-        """Why there is no source, or no better one; '' if it is the best."""
+        """Why a source, or a better one, is missing; '' for the best source."""
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
     def window(self, cap: float = CAP, every_tick: bool = False) -> Window | NoWindow:
@@ -152,7 +152,7 @@ _UNWANTED = "--no-energy was given"
 def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
     """Opens the meter of the device that cases run on. Takes up to 3 s per source that has to be tried.
 
-    Without `energy` no source is tried: the device tells its state, and its windows have no energy.
+    Without `energy` no source is tried: the device reports its state, and its windows have no energy.
     """
     named = environ.get(NVML_DEVICE, "")
     if named:

@@ -40,7 +40,7 @@ REASONS: dict[int, str] = {
     9: "the NVIDIA driver is not loaded",
     10: "NVML's own time ran out",
     11: "the GPU's interrupts do not work",
-    12: "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here",
+    12: "the NVML library (libnvidia-ml.so.1) is missing: no NVIDIA driver here",
     13: "this driver's NVML lacks the function: it is older than nvidia-ml-py",
     14: "the GPU's infoROM is corrupted",
     15: "the GPU is lost: it fell off the bus or cannot be reached",
@@ -73,8 +73,8 @@ NAME = "NVML"
 class Library:
     """NVML's functions by name, by pynvml; failures become NoReading.
 
-    `hung` says why nothing is asked any more: a driver that has swallowed one call may hold a lock that the next one
-    waits for, so the first call without an answer is the last one.
+    `hung` is why no more calls are made: a driver that has swallowed one call may hold a lock that the next one waits
+    for, so the first call without an answer is the last one.
     """
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
@@ -107,7 +107,7 @@ class Library:
         try:
             return named(*arguments)
         except UnicodeDecodeError as error:
-            raise NoReading(f"{function} answered with what is no text") from error
+            raise NoReading(f"{function} did not answer with text") from error
         except Exception as error:
             if not isinstance(error, self._module.NVMLError):
                 raise
@@ -178,7 +178,7 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-# The function without a version raises what is no NVMLError on an older driver.
+# On an older driver the function without a version raises something other than an NVMLError.
 _PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
@@ -196,7 +196,7 @@ def others(pid: int) -> Query:
 
 
 def process_memory(pid: int) -> Query:
-    """What a process holds on the device, its context included."""
+    """A process's memory on the device, its context included."""
     return Query("process_memory", _plain(_PROCESSES, "B", of=partial(_memory_of, pid)))
 
 
@@ -248,11 +248,11 @@ def instant_power(ask: Ask) -> Reading:
 # Sampled within a window. Not the power: the energy is measured anyway.
 CHANGING: tuple[Query, ...] = (
     Query("sm_clock", _scale_to("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
-    # Of the chip; NVML is to drop the older function.
+    # Temperature of the chip; NVML is to drop the older function.
     Query("temperature", _first_of(
         _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP), _plain("nvmlDeviceGetTemperature", "degC", _CHIP)
     )),
-    # A mask; 0 is no reason.
+    # A mask of reasons, 0 without one.
     Query("throttle", _first_of(
         _plain("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
         _plain("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
@@ -263,7 +263,7 @@ STATE: tuple[Query, ...] = (
     *CHANGING,
     Query("use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
     Query("memory_use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
-    # The version that tells the driver's own memory apart.
+    # The version that reports the driver's own memory separately.
     Query("memory_used", _plain("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used), About.PART),
 )
 VIOLATIONS: tuple[Query, ...] = tuple(Query(violation.name, _violation(violation)) for violation in consumed.VIOLATIONS)
@@ -287,7 +287,7 @@ class NvmlDevice(Looks):
     """The NVML device that a CUDA device is. NVML stays initialised until `close`.
 
     A bundle of calls is waited for no longer than the library's timeout; each value comes or fails by itself. For a MIG
-    instance NVML tells the memory; power, energy, clocks and temperature are the whole device's.
+    instance NVML reports the memory; power, energy, clocks and temperature are the whole device's.
     """
 
     def __init__(self, identity: DeviceIdentity, library: Library = LIBRARY) -> None:

@@ -1,7 +1,7 @@
-"""Which of NVML's devices a CUDA device is.
+"""Finds the NVML device of a CUDA device.
 
-NVML counts devices in PCI order and sees all of them; CUDA counts what CUDA_VISIBLE_DEVICES leaves, in an order of its
-own. So an index says nothing: devices are matched by UUID, then by PCI address.
+NVML counts devices in PCI order and sees all of them; CUDA counts those in CUDA_VISIBLE_DEVICES, in a different order.
+So an index is not enough: devices are matched by UUID, then by PCI address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp8bench.model.readings import NoReading
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """What is known of a CUDA device: its UUID and PCI address ('' if unknown).
+    """Identity of a CUDA device: its UUID and PCI address ('' if unknown).
 
     The UUID may lack NVML's 'GPU-' or 'MIG-', as torch's does. The address is domain:bus:device in hexadecimal.
     """
@@ -34,7 +34,7 @@ class ListedDevice:
 
 
 def match(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> tuple[ListedDevice, str | None]:
-    """Returns the device, and the UUID of its MIG instance; None without MIG, and where it cannot be told."""
+    """Returns the device, and the UUID of its MIG instance; None without MIG, and where it is unclear."""
     uuid, address = _digits(identity.uuid), address_of(identity.pci)
     for device in devices:
         for instance in device.instances:
@@ -54,7 +54,7 @@ def _digits(uuid: str) -> str:
 
 
 def address_of(pci: str) -> tuple[int, ...] | None:
-    """Domain, bus and device, without the function behind a dot; None for what is no such address."""
+    """Domain, bus and device, without the function behind a dot; None for anything else."""
     parts = pci.partition(".")[0].split(":")
     try:
         numbers = [int(part, 16) for part in parts]

@@ -93,7 +93,7 @@ def _domain(name: str, path: Path) -> Domain:
 def _energy_uj(domain: Domain) -> int:
     text = text_of(domain.counter)
     if not text.isdecimal():
-        raise NoReading(f"the energy counter of {domain.name} says {text[:40]!r}, which is no number")
+        raise NoReading(f"the energy counter of {domain.name} says {text[:40]!r}, which is not a number")
     return int(text)
 
 
@@ -163,7 +163,7 @@ def _highest(files: list[Path], factor: float, unit: str) -> Read:
             except (OSError, ValueError):
                 continue
         if not values:
-            raise NoReading("the kernel has no file that tells it")
+            raise NoReading("the kernel has no file for it")
         return positive(max(values) * factor, unit, "sysfs")
 
     return attempt(read)

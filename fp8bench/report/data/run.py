@@ -68,13 +68,13 @@ def rows(run: Run, findings: FindingsById) -> list[TidyRow]:
     device_names = {facts.key: facts.name for facts in run.devices}
     tidy = []
     for panel in panels_of(run, findings):
-        for group, result in panel.members:
-            about = empty | _about(result.record, panel.reference)
+        for case in panel.members:
+            about = empty | _about(case.record, panel.reference)
             about["device_name"] = device_names.get(panel.device)
             # Summing rows would count a restated figure twice.
-            metrics = [metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED]
+            metrics = [metric for metric in metrics_within(case) if metric.rank is not Rank.RESTATED]
             # The row of the step's time comes first, with the status of the case.
-            tidy.append(about | _row(metrics[0]) | _of_the_case(result))
+            tidy.append(about | _row(metrics[0]) | _of_the_case(case))
             tidy += [about | _row(metric) for metric in metrics[1:]]
     for row in break_even_rows(run, findings):
         tidy.append(empty | {"device_name": device_names.get(row.device)} | _crossing(row))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, itemgetter
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.model import UNATTRIBUTED
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import (
     AnyChart,
     Bars,
     ChartAxis,
-    Field,
+    ChartPoint,
     Lines,
     Mark,
     Scatter,
@@ -90,55 +91,54 @@ def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     return {name: phase_words(name) for name in sorted(names, key=phase_order)}
 
 
+class _NumbersRow(NamedTuple):
+    """A mark or point with its labels."""
+
+    first: str
+    second: str
+    mark: Mark | ChartPoint
+
+
 def numbers_table(chart: AnyChart) -> Table:
     """Returns a table with every number of the chart, and its marks' hints."""
-    return table(f"{chart.name}-numbers", f"{chart.title}: numbers", *_content(chart))
-
-
-def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
-    """Returns columns and rows; rows of marks and points end with them."""
+    caption = f"{chart.title}: numbers"
+    name = f"{chart.name}-numbers"
+    if isinstance(chart, Stacks):
+        parts: list[Col[Any]] = [Col("case", itemgetter(0))]
+        for part in chart.present:
+            values = partial(lambda part, row: row[1][part], part)
+            parts.append(Col(chart.parts[part], values, number=True, unit=chart.axis.unit))
+        return table(name, caption, parts, chart.rows)
+    rows = []
+    headings = ("group", "case")
     match chart:
         case Bars():
-            # A single group has no heading.
-            named = any(title for title, _ in chart.groups)
-            bars: list[tuple[str, Mark]] = []
             for title, marks in chart.groups:
-                bars += [(title, mark) for mark in marks]
-            group = Col("group", itemgetter(0), when=named)
-            return [group, Col("case", _name), *_ends(chart.axis), _notes(bars)], bars
+                rows += [_NumbersRow(title, mark.label, mark) for mark in marks]
+            numbers = _number_cols(chart.axis)
         case Lines():
-            lines: list[tuple[str, str, Mark]] = []
+            headings = ("at", "series")
             for index, place in enumerate(chart.places):
-                at_place = [(name, marks[index]) for name, marks in chart.series]
-                lines += [(place, name, mark) for name, mark in at_place if mark is not None]
-            series = Col("series", itemgetter(1), tone=lambda row: row[-1].tone)
-            return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
+                at_place = [(series, marks[index]) for series, marks in chart.series]
+                rows += [_NumbersRow(place, series, mark) for series, mark in at_place if mark is not None]
+            numbers = _number_cols(chart.axis)
         case Scatter():
-            points = [(point.series, point) for point in chart.points]
-            axes = [_number(axis.title, attrgetter(name), axis) for name, axis in (("x", chart.x), ("y", chart.y))]
-            return [Col("series", itemgetter(0)), Col("case", _name), *axes, _notes(points)], points
-        case Stacks():
-            parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
-            return [Col("case", itemgetter(0)), *parts], chart.rows
+            headings = ("series", "case")
+            rows = [_NumbersRow(point.series, point.label, point) for point in chart.points]
+            numbers = [_number_col(chart.x.title, "x", chart.x), _number_col(chart.y.title, "y", chart.y)]
+    cols: Cols[_NumbersRow] = [
+        # A single group has no heading.
+        Col(headings[0], "first", when=any(row.first for row in rows) or not isinstance(chart, Bars)),
+        Col(headings[1], "second", tone=lambda row: row.mark.tone),
+        *numbers,
+        Col("notes", "mark.hint", when=any(row.mark.hint for row in rows)),
+    ]
+    return table(name, caption, cols, rows)
 
 
-def _name(row: Sequence[Any]) -> Field:
-    return Field(row[-1].label, tone=row[-1].tone)
+def _number_col(title: str, name: str, axis: ChartAxis) -> Col[_NumbersRow]:
+    return Col(title, f"mark.{name}", number=True, unit=axis.unit, show=axis.show)
 
 
-def _number(title: str, of: Callable[[Any], float | None], axis: ChartAxis) -> Col[Any]:
-    return Col(title, lambda row: of(row[-1]), number=True, unit=axis.unit, show=axis.show)
-
-
-def _at(title: str, place: int, unit: str = "") -> Col[Any]:
-    """Returns a column for rows that end with their values."""
-    return Col(title, lambda row: row[-1][place], number=True, unit=unit)
-
-
-def _ends(axis: ChartAxis) -> Sequence[Col[Any]]:
-    names = {axis.title: "value", "low": "low", "high": "high"}
-    return [_number(title, attrgetter(name), axis) for title, name in names.items()]
-
-
-def _notes(rows: Sequence[Sequence[Any]]) -> Col[Any]:
-    return Col("notes", lambda row: row[-1].hint, when=any(row[-1].hint for row in rows))
+def _number_cols(axis: ChartAxis) -> list[Col[_NumbersRow]]:
+    return [_number_col(axis.title, "value", axis), _number_col("low", "low", axis), _number_col("high", "high", axis)]

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from fp8bench import units
 from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import (
     AnyChart,
@@ -63,7 +63,7 @@ def render(page: Page) -> str:
     # The policy names the script by its hash, so that no other script runs.
     script = _asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = _template().render(
+    text = load_template().render(
         page=page,
         card=json_line(encode(card_of(page))).strip(),
         parts=_parts(page, draw),
@@ -76,7 +76,7 @@ def render(page: Page) -> str:
 
 
 @cache
-def _template() -> jinja2.Template:
+def load_template() -> jinja2.Template:
     import jinja2
 
     # Escaping is on for everything that the template prints; a missing name is an error, not an empty string.
@@ -238,7 +238,7 @@ def _answers(element: Element) -> tuple[CardAnswer, ...]:
 
 
 def read_card(beginning: str) -> Card | None:
-    """Returns the card at a page's beginning; None if there is none."""
+    """Returns the card at the beginning of a page, or None."""
     match = _CARD.search(beginning)
     try:
         if match:
@@ -260,12 +260,12 @@ def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
     listed = list(reports)
 
     def title(report: ListedReport) -> Field:
-        return Field(report.card.title, hint=report.card.command, link=f"{quote(report.folder)}/report.html")
+        return Field(report.card.title, link=f"{quote(report.folder)}/report.html")
 
     def answers(report: ListedReport) -> str | None:
         return ", ".join([f"{answer.about} {answer.word}".strip() for answer in report.card.answers]) or None
 
-    cols: list[Col[ListedReport]] = [
+    cols: Cols[ListedReport] = [
         Col("began (UTC)", lambda report: report.when or None),
         Col("report", title),
         Col("of", lambda report: report.card.kind),

@@ -2,7 +2,6 @@
 (() => {
   // Tables can be sorted, filtered and saved.
   const words = new Intl.Collator("en", { numeric: true });
-  const TOLD = "tr:not([hidden]) > :is([title], [data-hint]):not(:has(button))";
   const shown = (cell) => cell.textContent.trim();
 
   class Sheet {
@@ -16,9 +15,7 @@
       this.sorted = 0; // place of the column from 1, negative where it descends, 0 for the order of the page
       element.querySelector(".tools").hidden = false;
       element.querySelector("[data-do]").onclick = () => this.save();
-      this.table.onkeydown = (event) => this.step(event);
       if (this.find) this.equip();
-      this.stop();
     }
 
     equip() {
@@ -64,24 +61,7 @@
       this.rows.forEach((row, index) => {
         row.hidden = !wanted.every((word) => this.texts[index].includes(word));
       });
-      this.stop();
       this.say();
-    }
-
-    // Fields with words of their own: one stop of the tab key a table, arrows go from one to the next.
-    stop(to = this.table.querySelector(TOLD)) {
-      this.table.querySelector("tr > [tabindex='0']")?.removeAttribute("tabindex");
-      if (to) to.tabIndex = 0;
-    }
-
-    step(event) {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (!step || !event.target.matches(TOLD)) return;
-      const told = [...this.table.querySelectorAll(TOLD)], to = told[told.indexOf(event.target) + step];
-      event.preventDefault();
-      if (!to) return;
-      this.stop(to);
-      to.focus();
     }
 
     visible() { return [...this.table.tBodies[0].rows].filter((row) => !row.hidden); }
@@ -148,7 +128,7 @@
     tools.hidden = false;
   }
 
-  // Words about a mark or a field, on hovering and on focus; Escape closes them.
+  // Descriptions of marks and headings, on hovering and on focus; Escape closes them.
   const tip = document.getElementById("tip");
   let about = null, leaving = 0;
 

@@ -7,7 +7,6 @@ It is a decorated function in the module of its topic (fp8bench/report/topics), 
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,15 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8bench import units
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Run
 from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Elements, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Chart, Element, Elements, Field, Page, Part, Table, Text
 from fp8bench.report.page.charts import numbers_table, worth_drawing
-from fp8bench.report.panels import FindingsById, NamedCase, Panel, Result, join_parts, panels_of
+from fp8bench.report.panels import CaseValue, FindingsById, NamedCase, Panel, Result, join_parts, panels_of
 from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
     commit_of,
@@ -37,8 +35,7 @@ from fp8bench.report.words.naming import (
     when,
 )
 
-T = TypeVar("T")
-N = TypeVar("N", bound=float)
+V = TypeVar("V")
 Builder = Callable[["Material"], Elements]
 # The most rows of a table with several rows per case.
 MOST_ROWS = 300
@@ -93,44 +90,34 @@ def sections() -> dict[str, Section]:
     return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 
-def case_field(case: NamedCase) -> Field:
+def _case_field(row: CaseValue[Any]) -> Field:
     """'fp8 (emulated), m=256 n=256': names a row's case, the precision first."""
-    words, tone = mark_emulated(case.result, case.mode)
-    return Field(join_parts(words, case.place), tone=tone)
+    words = join_parts(mark_emulated(row.case, row.case.mode), row.case.place)
+    return Field(words, tone=cost_tone(row.case))
 
 
-# For rows that begin with their case.
-PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and what tells its case from the others")
+PRECISION: Col[CaseValue[Any]] = Col("precision", _case_field)
 
 
-def mark_emulated(result: Result, words: str) -> tuple[str, Tone]:
-    """The words, marked and grey if the result is emulated."""
-    return f"{words} (emulated)" if result.is_emulated else words, cost_tone(result)
-
-
-def number(
-    value: N | None, show: Callable[[N], str] = units.significant, tone: Tone = Tone.PLAIN, hint: str = ""
-) -> Field:
-    if value is None:
-        return Field(units.NONE)
-    return Field(show(value), None if math.isnan(value) else value, tone, hint)
+def mark_emulated(result: Result, words: str) -> str:
+    return f"{words} (emulated)" if result.is_emulated else words
 
 
 def table_of_cases(
-    name: str, title: str, words: str, cols: Sequence[Col[T]], cases: Iterable[tuple[str, Sequence[T]]], beyond: str
+    name: str, caption: str, cols: Sequence[Col[CaseValue[V]]], cases: Iterable[tuple[NamedCase, Sequence[V]]]
 ) -> Elements:
-    """A table with several rows a case. Cases that find no room, beyond the first, are named below."""
-    rows: list[T] = []
-    left_out = []
-    for case, rows_of_case in cases:
-        if rows and len(rows) + len(rows_of_case) > MOST_ROWS:
-            left_out.append(case)
+    """Yields a table with several rows for each case, and a sentence on the cases that do not fit into MOST_ROWS."""
+    rows: list[CaseValue[V]] = []
+    hidden = []
+    for case, values in cases:
+        if rows and len(rows) + len(values) > MOST_ROWS:
+            hidden.append(case.name)
         else:
-            rows += rows_of_case
+            rows += [CaseValue(case, value) for value in values]
     if rows:
-        yield table(name, f"{title}: {words}", cols, rows, required={col.heading for col in cols[:2]})
-    if left_out:
-        yield Text(f"{title}: not shown, for want of room: {join_words(left_out)}. {beyond}")
+        yield table(name, caption, cols, rows, required={col.heading for col in cols[:2]})
+    if hidden:
+        yield Text(f"{caption}: the table has no room for {join_words(hidden)}; the run's file has them.")
 
 
 def parts_of(material: Material) -> tuple[Part, ...]:
@@ -163,7 +150,7 @@ _LONGEST_NAME = 60
 
 
 def page_of(material: Material) -> Page:
-    """The whole report; nothing in it depends on where or when it is rendered."""
+    """Returns the whole report, which does not depend on where or when it is rendered."""
     runs = [entry.run for entry in material.entries]
     command = "; ".join(run.command for run in runs)
     return Page(_title(runs), _subtitle(material), parts_of(material), command=command)
@@ -198,7 +185,7 @@ _LABEL_SUITES = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A run of a report. `label` tells it from the others ('cuda:0', 'a1b2c3d4', 'box 2'); '' if it is alone."""
+    """A run of a report. `label` distinguishes it ('cuda:0', 'a1b2c3d4', 'box 2'); '' for a single run."""
 
     run: Run
     findings: FindingsById
@@ -236,7 +223,7 @@ def material_of(runs: Sequence[Run], findings: Sequence[FindingsById], store: Pa
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
-    """The shortest words that tell the runs apart, '' for a single run.
+    """Returns the shortest words that distinguish the runs, '' for a single run.
 
     Facts are tried in the order in which they explain differences, then the ids.
     """
@@ -274,8 +261,8 @@ def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
         panels += entry.panels
     counts = Counter(titles)
     for title, panel in zip(titles, panels, strict=True):
-        is_told_apart = counts[title] == 1 or not panel.reference
-        yield title if is_told_apart else f"{title} against {panel.reference}", panel
+        is_unique = counts[title] == 1 or not panel.reference
+        yield title if is_unique else f"{title} against {panel.reference}", panel
 
 
 def name_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:

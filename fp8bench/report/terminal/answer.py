@@ -1,6 +1,6 @@
 """The answer of a run in about twelve lines: a line for each precision with its reason, and what to do next.
 
-Everything else known of the run stands behind an option of `fp8bench show`, and on its page.
+All other figures are in `fp8bench show --all` and on the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import Standing, speed_up, standing, status_words, tone_of
-from fp8bench.report.columns import Col, other_tables, table
+from fp8bench.report.columns import Col, Cols, other_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, describe_params, join_parts
@@ -44,19 +44,19 @@ from fp8bench.report.words.naming import (
     usual_params,
 )
 
-CasesByName = dict[str, list[NamedCase]]
 _MIXED = frozenset({Standing.FASTER, Standing.SLOWER})
 _NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
 # Further groups are in `show --all` and on the page.
 _MOST_GROUPS = 16
 # Further reasons for doubt are in `show --all`.
 _MOST_DOUBTS = 2
-# For more tensors, only the best precision of each width is named.
+# With more tensors, only the best precision of each width is named.
 _MOST_TENSORS = 2
 
 
 def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Iterator[Part]:
-    """The page's parts; `report` is where the report lies, `options` those with which other commands find the run."""
+    """Yields the answer's parts; `report` is the path of the page, `options` are those with which commands find the
+    run."""
     *parts, last = _parts(entry, width)
     yield from parts
     links = [("Page", report)] if report else []
@@ -67,7 +67,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
 
 
 def _parts(entry: Entry, width: int) -> Iterator[Part]:
-    # 1. What failed or is missing.
+    # 1. Failures and missing cases.
     if lost := tuple(losses(entry)):
         yield Part("losses", "", lost)
     # 2. Suites that are about times: an answer for each panel, or one for all if several suites were asked for at once.
@@ -85,7 +85,7 @@ def _parts(entry: Entry, width: int) -> Iterator[Part]:
             # More tensors would need a table wider than the terminal.
             in_full = not best or len(panel.groups) <= _MOST_TENSORS
             yield Part("tensors", _heading([panel], entry.run), (*best, *(tensors(panel, width) if in_full else ())))
-    # 4. What could not be measured, and what went wrong.
+    # 4. Missing energies, and problems.
     remarks = absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     remarks += [f"trouble: {words}" for words in entry.run.troubles]
     if remarks:
@@ -101,10 +101,10 @@ def describe_storage(path: str, report: str) -> str:
 
 
 def next_commands(entry: Entry, options: str) -> Sentences:
-    """Yields each command that would settle or change an answer, or say more of it."""
+    """Yields the commands that could settle or change an answer, or explain it."""
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
     yield from _proposals(timed, entry)
-    has_speed = any(speed_up(case.result) is not None for case in cases_of(timed))
+    has_speed = any(speed_up(case) is not None for case in cases_of(timed))
     if has_speed and entry.run.request.suite != BENCH:
         yield f"get advice on what to run in which precision: fp8bench advise {entry.run.id}{options}"
 
@@ -115,7 +115,7 @@ def _proposals(panels: Sequence[Panel], entry: Entry) -> Sentences:
 
 
 def _of_panels(panels: Sequence[Panel], entry: Entry) -> Part:
-    """A line for each precision with its reason, what would settle it, and the times."""
+    """Returns a line for each precision with its reason, what would settle it, and the times."""
     cases = cases_of(panels)
     is_timed = any(case.best for case in cases)
     tables: list[Element] = []
@@ -157,8 +157,8 @@ def _question(panels: Sequence[Panel]) -> str:
 
 
 def _heading(panels: Sequence[Panel], run: Run) -> str:
-    """'transformer (nano, 2 x 96 tokens) on AMD EPYC, 1 thread, torch 2.13.0: 80 rounds in 18 s'."""
-    # 1. What was measured.
+    """Returns 'transformer (nano, 2 x 96 tokens) on AMD EPYC, 1 thread, torch 2.13.0: 80 rounds in 18 s'."""
+    # 1. The suites and their parameters.
     params = ""
     keys = {panel.device for panel in panels}
     devices = [facts for facts in run.devices if facts.key in keys]
@@ -167,7 +167,7 @@ def _heading(panels: Sequence[Panel], run: Run) -> str:
     settings = sum(len(panel.groups) for panel in panels)
     about = join_parts(params, many(settings, "setting") if settings > 1 else "", by="; ")
     names = ", ".join(dict.fromkeys(panel.suite for panel in panels))
-    # 2. On what.
+    # 2. The machine.
     on_cpu = any(key.startswith("cpu") for key in keys)
     machine = join_parts(
         describe_devices(devices) or join_words(sorted(keys)),
@@ -175,7 +175,7 @@ def _heading(panels: Sequence[Panel], run: Run) -> str:
         f"{run.request.ranks} ranks (the slowest counts)" if run.request.ranks else "",
         f"torch {devices[0].torch.partition('+')[0]}" if devices else "",
     )
-    # 3. For how long.
+    # 3. The duration.
     rounds = 0
     seconds = 0.0
     for case in cases_of(panels):
@@ -188,16 +188,16 @@ def _heading(panels: Sequence[Panel], run: Run) -> str:
 
 
 def device_state(panel: Panel, run: Run) -> Texts:
-    """Yields power cap, clocks, and why they were held back: loud where the cap was lowered."""
+    """Yields the power cap, the clocks, and why the device lowered them; in red if the cap was lowered."""
     clocks: list[float] = []
     reasons: list[str] = []
-    for result in panel.results:
-        if (watch := result.record.watch) is not None:
+    for case in panel.members:
+        if (watch := case.record.watch) is not None:
             clocks += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
             reasons += reasons_in(watch.throttle or 0)
-    cap, default, highest = (
-        run.environment.get(f"{panel.device} {name}") for name in ("power_cap", "power_cap_default", "sm_clock_max")
-    )
+    cap = run.environment.get(f"{panel.device} power_cap")
+    default = run.environment.get(f"{panel.device} power_cap_default")
+    highest = run.environment.get(f"{panel.device} sm_clock_max")
     is_lowered = False
     words = []
     if isinstance(cap, int | float):
@@ -233,12 +233,13 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Sentences:
     """Yields why verdicts are missing or in doubt, each reason once with the precisions it holds for."""
     # 1. References that were not measured.
     for panel in panels:
-        if not any(result.is_reference for result in panel.results):
-            yield f"there is no reference ({panel.reference or 'none planned'} was not measured)"
-            # Why cases failed stands above.
-            skipped = [result for result in panel.results if standing(result) is not Standing.FAILED]
-            yield from (f"{result.mode}: {result.record.reason}" for result in skipped if result.record.reason)
-    # 2. What holds for the whole run: load, notes on other runs, which disturbed this one or are dated later.
+        if not any(case.is_reference for case in panel.members):
+            yield f"no reference ({panel.reference or 'none planned'} was not measured)"
+            for case in panel.members:
+                # The reasons of failures are above.
+                if case.record.reason and standing(case) is not Standing.FAILED:
+                    yield f"{case.mode}: {case.record.reason}"
+    # 2. Doubts about the whole run: load, and notes on other runs, which disturbed this one or are newer.
     on_cpu = any(panel.device.startswith("cpu") for panel in panels)
     load = doubt_of_load(entry) if on_cpu else ""
     if load:
@@ -252,7 +253,7 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Sentences:
     # 3. Reasons of single cases, the most common ones first.
     modes_by_reason: dict[str, list[str]] = {}
     for case in cases_of(panels):
-        for reason in _doubts_of(case.result, bool(load)):
+        for reason in _doubts_of(case, bool(load)):
             modes_by_reason.setdefault(reason, []).append(case.mode)
     reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
     for reason in reasons[:_MOST_DOUBTS]:
@@ -262,7 +263,7 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Sentences:
 
 
 def _doubts_of(result: Result, under_load: bool) -> Sentences:
-    """Under load only what the load does not explain."""
+    """Yields the doubts of a case; under load, only those that the load does not explain."""
     finding = result.finding
     if finding is None or result.is_emulated or not result.is_ok:
         return
@@ -272,7 +273,7 @@ def _doubts_of(result: Result, under_load: bool) -> Sentences:
     other_kinds = [label for label in labels if label in OF_ANOTHER_KIND]
     if other_kinds:
         meaning, _, remedy = LABELS[other_kinds[0]]
-        yield f"{result.reason(other_kinds[0]) or meaning}. What to do: {remedy}"
+        yield f"{result.reason(other_kinds[0]) or meaning}. Remedy: {remedy}"
     elif not is_explained and finding.why:
         yield finding.why
     elif not is_explained and labels:
@@ -283,61 +284,54 @@ def _doubts_of(result: Result, under_load: bool) -> Sentences:
 
 def _speeds(panels: Sequence[Panel], is_timed: bool) -> Elements:
     """A row for each setting, or for each of several suites, with the speed of each precision that has one."""
-    rows = _settings_of(panels[0]) if len(panels) == 1 else _suites_of(panels)
+    rows: dict[str, list[NamedCase]] = {}
+    if len(panels) == 1:
+        for group in panels[0].groups[:_MOST_GROUPS]:
+            rows[group.place] = list(group.members)
+    else:
+        has_devices = len({panel.device for panel in panels}) > 1
+        for panel in panels:
+            name = f"{panel.suite} on {panel.device}" if has_devices else panel.suite
+            rows.setdefault(name, []).extend(panel.members)
     # Columns: precisions with a speed, and references for their times.
     modes: dict[str, None] = {}
     has_speed = False
     for case in chain.from_iterable(rows.values()):
-        has_own_speed = speed_up(case.result) is not None
-        has_speed = has_speed or has_own_speed
-        if has_own_speed or case.record.is_reference or not is_timed:
+        if speed_up(case) is not None:
+            has_speed = True
+            modes[case.mode] = None
+        elif case.is_reference or not is_timed:
             modes[case.mode] = None
 
     def cell(row: tuple[str, list[NamedCase]], mode: str) -> Field:
         return _cell([case for case in row[1] if case.mode == mode])
 
-    cols: list[Col[tuple[str, list[NamedCase]]]] = [Col("Speed-up" if has_speed else "Setting", itemgetter(0))]
+    cols: Cols[tuple[str, list[NamedCase]]] = [Col("Speed-up" if has_speed else "Setting", itemgetter(0))]
     cols += [Col(mode, partial(cell, mode=mode), number=True) for mode in modes]
     yield table("speeds", "", cols, rows.items())
     if len(panels) == 1 and len(panels[0].groups) > _MOST_GROUPS:
         yield Text(f"{len(panels[0].groups) - _MOST_GROUPS} more settings: --all, and the page.")
 
 
-def _settings_of(panel: Panel) -> CasesByName:
-    rows: CasesByName = {}
-    for group in panel.groups[:_MOST_GROUPS]:
-        rows[group.place] = [NamedCase(group, result) for result in group.results]
-    return rows
-
-
-def _suites_of(panels: Sequence[Panel]) -> CasesByName:
-    has_devices = len({panel.device for panel in panels}) > 1
-    rows: CasesByName = {}
-    for panel in panels:
-        name = f"{panel.suite} on {panel.device}" if has_devices else panel.suite
-        rows.setdefault(name, []).extend(panel.members)
-    return rows
-
-
 def _cell(cases: Cases) -> Field:
-    """'1.90x', 'perhaps 1.90x', 'cannot tell, 1.01x', '0.433x to 1.91x', 'emulated', 'FAILED'; the reference's time."""
-    results = [case.result for case in cases]
-    if not results:
+    """Returns '1.90x', 'perhaps 1.90x', 'cannot tell, 1.01x', '0.433x to 1.91x', 'emulated', 'FAILED'; or the time of a
+    reference."""
+    if not cases:
         return Field(units.NONE)
-    first = results[0]
+    first = cases[0]
     if len(cases) == 1 and status_words(first) == units.NONE:
-        return Field(cases[0].figures.rate.shown)
-    if len(cases) == 1 and first.record.is_reference and first.best and not first.is_emulated:
+        return Field(first.figures.rate.shown)
+    if len(cases) == 1 and first.is_reference and first.best and not first.is_emulated:
         return Field(units.seconds(first.best))
     # One word for several cases: it must hold for each of them.
-    stands = [standing(result) for result in results]
-    speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
+    stands = list(map(standing, cases))
+    speeds = [speed.point for case in cases if (speed := speed_up(case)) is not None]
     if Standing.FAILED in stands or not speeds:
-        worst = results[stands.index(Standing.FAILED)] if Standing.FAILED in stands else first
+        worst = cases[stands.index(Standing.FAILED)] if Standing.FAILED in stands else first
         return Field(status_words(worst), tone=tone_of(worst))
     word = ""
     if not _NOT_CLEAR.isdisjoint(stands):
         word = "cannot tell, " if {*stands} == {Standing.UNSURE} else "perhaps "
-    # A median would tell of no case where some are faster and some slower.
+    # If some are faster and some slower, a median would describe none of them.
     points = speeds if _MIXED.issubset(stands) else [statistics.median(speeds)]
-    return Field(f"{word}{units.span(points, units.speed_up)}", tone=common_tone(map(tone_of, results)))
+    return Field(f"{word}{units.span(points, units.speed_up)}", tone=common_tone(map(tone_of, cases)))

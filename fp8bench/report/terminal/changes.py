@@ -37,15 +37,15 @@ _WORTH = (
     "again, or duel them"
 )
 _COUNTED = (
-    "FLOPs, bytes and launches are counted, not timed: any change alarms, more or less, for the step is another one"
+    "FLOPs, bytes and launches are counted, not timed: any change raises an alarm, because the step does different work"
 )
-_CONTRADICTED = "contradicted: the mean over all calls stepped the other way, so that the fastest calls say nothing"
+_CONTRADICTED = "contradicted: the mean over all calls changed the opposite way, so the fastest calls prove nothing"
 _REVERTED = "reverted: a later step took at least half of it back"
 _OLD = "old version: the work or the method has changed since, and numbers of today do not compare"
 
 
 def page_of(search: Found, store: str, everything: bool = False, options: str = "") -> Page:
-    """Open changes in both directions; with `everything` the others, too.
+    """Returns the open changes in both directions; with `everything` all other changes as well.
 
     `options` are those with which a command finds the same store.
     """
@@ -165,7 +165,7 @@ def _notes(change: Change) -> Iterator[str]:
     if Label.UNEVEN in change.comparison.labels:
         yield f"{Label.UNEVEN}: {change.comparison.why}"
     if not change.current:
-        yield "the last commits were measured under other conditions, and may be as they are for these"
+        yield "the last commits were measured under different conditions, which may explain the change"
     if change.ack is not None:
         because = f": {change.ack.because}" if change.ack.because else ""
         yield f"acknowledged {change.ack.when[:10]}{because}"

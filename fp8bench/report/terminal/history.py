@@ -1,6 +1,6 @@
 """The history as text: its series, one series commit by commit, the runs, and problems of a store.
 
-Changes have neither verdict nor colour: asv's interval ignores how much runs differ, and so does the change.
+Changes have neither verdict nor colour: asv's interval ignores how much runs differ.
 """
 
 from __future__ import annotations
@@ -11,41 +11,43 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
 from fp8bench.model.specs import spec_of
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.naming import count_missing
 
 # Counts of things, by their name.
 Counts = Mapping[str, int]
 _HASTY = "~"
 # More reasons would hide the runs themselves.
 _MOST_WORDS = 20
-# Digits of a median beside its interval: with three, all would often look the same.
+# Digits of a median next to its interval: with three, all would often look the same.
 _CLOSE = 4
 
 _NEW_SOURCE = "new source"
 _VERSUS = "change: against the commit before, without a verdict; less is better"
-_ROUGH = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
+_ROUGH = f"{_HASTY}: from a --quick run or a few rounds: only a rough number"
 _OF_LIST = (
-    "value: the last commit's median over rounds (of energy: windows) of all its runs; lower is better everywhere",
+    "value: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
     _VERSUS,
-    "new version, new source: the work, the method or the source of joules changed; numbers before do not compare",
+    "new version, new source: the work, the method or the source of joules changed, so earlier numbers do not compare",
     _ROUGH,
 )
 _OF_TREND = (
-    "99% interval: of the median over rounds (of energy: windows), as asv has it, without what runs differ by",
+    "99% interval: of the median over rounds (or energy windows), as in asv; runs may differ by more",
     _VERSUS,
     _ROUGH,
 )
 
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
-    """A number of a trend in its unit; `digits` are those of times and energies."""
+    """Formats a number of a trend in its unit; `digits` apply to times and energies."""
     return spec_of(trend.series.metric).to_text(number, unit_of_series(trend.series), digits)
 
 
@@ -57,17 +59,16 @@ def trends_page(
     `skipped` counts the runs left out, by reason; `options` are those with which a command finds the same store.
     """
     counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
-    cols: list[Col[Ending]] = [
-        Col("series", lambda ending: ending.trend.name),
-        Col("points", lambda ending: str(ending.points), number=True),
+    cols: Cols[Ending] = [
+        Col("series", "trend.name"),
+        Col("points", "points", show=str),
         Col("last", lambda ending: ending.last.commit[:8]),
         Col("value", lambda ending: _show_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _change(ending.last, ending.before), number=True),
     ]
     parts = []
-    for _, neighbours in itertools.groupby(endings, key=_interpreter):
-        members = list(neighbours)
-        parts.append(Part("series", "", (table("series", where(members[0].trend), cols, members),)))
+    for place, neighbours in itertools.groupby(endings, key=lambda ending: where(ending.trend)):
+        parts.append(Part("series", "", (table("series", place, cols, neighbours),)))
     if endings:
         # Names have brackets, which shells expand.
         name = shlex.quote(endings[0].trend.name)
@@ -75,27 +76,22 @@ def trends_page(
     return Page(f"{store}: {counts}", "", (*parts, *_left_out(skipped)), _OF_LIST if endings else ())
 
 
-def _interpreter(ending: Ending) -> tuple[object, str]:
-    return ending.trend.machine.get("machine"), ending.trend.python
-
-
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
     """Shows one series, commit by commit, on every machine and interpreter."""
-    columns = (
-        Column("conditions", shared=True),
-        Column("date (UTC)"),
-        Column("commit"),
-        Column("runs", number=True),
-        Column("samples", number=True),
-        Column("median", number=True),
-        Column("99% interval"),
-        Column("change", number=True),
-        Column("why", below=True),
-    )
+    cols: Cols[_FigureRow] = [
+        Col("conditions", "conditions", shared=True),
+        Col("date (UTC)", lambda row: units.moment(row.figure.date)),
+        Col("commit", lambda row: row.figure.commit[:8]),
+        Col("runs", "figure.runs", show=str),
+        Col("samples", "figure.samples", show=str),
+        Col("median", "median", number=True),
+        Col("99% interval", "interval"),
+        Col("change", "change", number=True),
+        Col("why", "reason", below=True),
+    ]
     parts = list_of("what", "", [f"{description}; lower is better"])
     for trend in trends:
-        figures = Table("trend", where(trend), columns, tuple(_figure_rows(trend)))
-        parts.append(Part("trend", "", (figures,)))
+        parts.append(Part("trend", "", (table("trend", where(trend), cols, _figure_rows(trend)),)))
     return Page(trends[0].name, "", tuple(parts), _OF_TREND)
 
 
@@ -107,8 +103,12 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
         commit += "+dirty"
     by_status = Counter(record.status for record in run.records)
     remark = ""
-    if not run.finished:
-        remark = "being measured now" if being_written else _describe_unfinished(run) + options
+    if not run.finished and being_written:
+        remark = "being measured now"
+    elif not run.finished:
+        missing, _ = count_missing(run)
+        lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
+        remark = f"unfinished{lacking}: fp8bench suite --resume {run.id}{options}"
     words = (
         run.id,
         run.started[:19].replace("T", " ") or units.NONE,
@@ -176,12 +176,12 @@ def _next(words: str, command: str) -> Part:
 
 
 def count_of(count: int, word: str, words: str = "") -> str:
-    """'1 run', '2 runs'; `words` is an irregular plural."""
+    """Returns '1 run', '2 runs'; `words` is an irregular plural."""
     return f"{count} {word if count == 1 else words or word + 's'}"
 
 
 def where(trend: Trend) -> str:
-    """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
+    """Returns 'on box (AMD EPYC, 2 CPUs), /venv/bin/python'."""
     machine = trend.machine
     cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
     facts = ", ".join(str(fact) for fact in (machine.get("gpu"), machine.get("cpu"), cpus) if fact)
@@ -209,7 +209,16 @@ def _change(figure: Figure, previous: Figure | None) -> str:
     return (_HASTY if figure.hasty or previous.hasty else "") + units.change(figure.value / previous.value)
 
 
-def _figure_rows(trend: Trend) -> Iterator[tuple[Field, ...]]:
+class _FigureRow(NamedTuple):
+    figure: Figure
+    conditions: str
+    median: str
+    interval: str | None
+    change: str
+    reason: str
+
+
+def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
     previous: Figure | None = None
     version = trend.figures[0].version
     conditions = ""
@@ -217,32 +226,21 @@ def _figure_rows(trend: Trend) -> Iterator[tuple[Field, ...]]:
         # 1. Put the conditions that rows share on a line above them.
         news = []
         if figure.version != version:
-            news.append(f"version {version} -> {figure.version}: numbers before do not compare")
+            news.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
         version = figure.version
         if previous is not None and figure.value is not None and previous.under != figure.under:
             news += _new_conditions(previous.under, figure.under)
         conditions = "; ".join(news) or conditions
         # 2. Show the figure, and the change if it compares with the previous one.
-        change = interval = units.NONE
+        change = units.NONE
         if previous is not None and (previous.version, previous.source) == (figure.version, figure.source):
             change = _change(figure, previous)
+        interval = None
         if figure.low is not None:
             interval = f"[{value(trend, figure.low, _CLOSE)}, {value(trend, figure.high, _CLOSE)}]"
-        reason = ""
-        if figure.value is None and figure.reason:
-            reason = f"{_show_figure(trend, figure)}: {figure.reason}"
-        cells = (
-            conditions,
-            units.moment(figure.date),
-            figure.commit[:8],
-            str(figure.runs),
-            str(figure.samples),
-            _show_figure(trend, figure, _CLOSE),
-            interval,
-            change,
-            reason,
-        )
-        yield tuple(map(Field, cells))
+        median = _show_figure(trend, figure, _CLOSE)
+        reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
+        yield _FigureRow(figure, conditions, median, interval, change, reason)
         if figure.value is not None:
             previous = figure
 
@@ -258,18 +256,7 @@ def _new_conditions(previous: Conditions, current: Conditions) -> Iterator[str]:
 
 
 def _condition(value: object) -> str:
-    if value is None:
-        return "none"
-    return " ".join(str(value).split())
-
-
-def _describe_unfinished(run: Run) -> str:
-    planned: set[str] = set()
-    for group in run.plan:
-        planned.update(case.case.id for case in group.cases)
-    missing = len(planned - {record.case.id for record in run.records})
-    lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
-    return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
+    return "none" if value is None else " ".join(str(value).split())
 
 
 def _left_out(skipped: Counts) -> list[Part]:

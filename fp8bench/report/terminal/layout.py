@@ -29,7 +29,7 @@ from fp8bench.report.elements import (
 MIN_WIDTH = 40
 INDENT = "  "
 GAP = "  "
-_EXPLAIN = "--explain says how to read this"
+_EXPLAIN = "--explain describes how to read this"
 # If the first column has less room, the last columns move below their rows.
 _LEAST_NAME = 8
 # ANSI codes of green, red, yellow and bold.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
 
-from fp8bench.model import DeviceFacts, Group, Label, Level, Plan, Record, Run, Status, Support, Verdict
+from fp8bench.model import DeviceFacts, Group, Label, Level, Plan, Run, Status, Verdict
 from fp8bench.model.planned import PlannedCase
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
-from fp8bench.report.case_status import what_intervals_hold
-from fp8bench.report.columns import Col, other_tables, table
+from fp8bench.report.case_status import describe_intervals
+from fp8bench.report.columns import Col, Cols, other_tables, table
 from fp8bench.report.elements import Element, Facts, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
@@ -21,7 +21,6 @@ from fp8bench.report.panels import (
     heading,
     join_parts,
     merge_notes,
-    panels_of,
     shared_params,
     show_params,
     show_value,
@@ -40,7 +39,7 @@ from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained_table
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
-from fp8bench.report.topics.verdict import by_chance, sitting
+from fp8bench.report.topics.verdict import by_chance, cases_of, sitting
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import attention_of, cache_of, join_words, missing_of, notes_of, replays_of
@@ -63,9 +62,10 @@ def page_of(run: Run, findings: FindingsById, width: int, report: str = "", opti
 
 
 def detail_of(name: str, run: Run, findings: FindingsById, width: int, report: str = "", options: str = "") -> Page:
+    """Returns a part of all that is known of a run, or 'all'; the parameters are those of `page_of`."""
     width = max(width, layout.MIN_WIDTH)
-    panels = panels_of(run, findings)
     entry = Entry(run, findings)
+    panels = entry.panels
     parts = []
     if not panels:
         parts.append(Part("nothing", "", (Text("Nothing was measured."),)))
@@ -73,10 +73,9 @@ def detail_of(name: str, run: Run, findings: FindingsById, width: int, report: s
     if name == "all" and (cautions := (*sitting(entry), *by_chance(entry))):
         parts.append(Part("cautions", "", cautions))
     for panel in panels:
-        parts += _DETAILS[name](panel, run, width)
+        parts += _describe_panel(name, panel, run, width)
     if ending := _ending(name, run, panels):
         parts.append(Part("ending", "", tuple(ending)))
-    # The run does not have this detail.
     if not parts:
         parts.append(Part("nothing", "", (Text(f"This run has no {name}."),)))
     if name == "all":
@@ -90,18 +89,25 @@ def _panel_part(panel: Panel, run: Run, elements: Iterable[Element], lead: str =
         yield Part("panel", heading(panel.suite, panel.shared, panel.device, run.devices), content, lead)
 
 
-def _of_notes(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
-
-
-def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    if covered := tuple(coverage_elements(panel)):
-        yield Part("coverage", "coverage", covered)
-    if about_tensors(panel):
-        yield from _panel_part(panel, run, [*tensors(panel, width), *data(panel)])
-    else:
-        yield from _timed_parts(panel, run)
-    yield from _of_notes(panel, run, width)
+def _describe_panel(name: str, panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    is_timed = not about_tensors(panel)
+    if name == "all":
+        if covered := tuple(coverage_elements(panel)):
+            yield Part("coverage", "coverage", covered)
+        if is_timed:
+            yield from _timed_parts(panel, run)
+        else:
+            yield from _panel_part(panel, run, [*tensors(panel, width), *data(panel)])
+    if name in ("notes", "all"):
+        yield from list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
+    elif name == "data":
+        yield from _panel_part(panel, run, data(panel))
+    elif name == "memory" and is_timed:
+        yield from _panel_part(panel, run, [*memory(panel), *capacity(panel)])
+    elif name == "numbers" and is_timed:
+        yield from _panel_part(panel, run, _numbers(panel))
+    elif name == "energy" and is_timed:
+        yield from _panel_part(panel, run, [*energy(panel), *energy_of_phases(panel)])
 
 
 def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
@@ -112,25 +118,21 @@ def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     yield from _panel_part(panel, run, elements, _reference_line(panel))
     if numbers := _numbers(panel):
         yield Part("numbers", "numbers", tuple(numbers))
-    if bounds := [*roofline.sentences(panel)]:
-        yield from list_of("roofline", "what bounds it", [*bounds, *roofline.sources(panel.results)])
-
-
-def _for_timed_panels(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
-    return lambda panel, run, width: _panel_part(panel, run, () if about_tensors(panel) else elements(panel))
+    if bounds := [*roofline.describe_bounds(panel), *roofline.describe_gains(panel)]:
+        yield from list_of("roofline", "what limits it", [*bounds, *roofline.sources(panel.members)])
 
 
 def _reference_line(panel: Panel) -> str:
     reference = panel.reference
-    if not any(result.is_reference for result in panel.results):
+    if not any(case.is_reference for case in panel.members):
         reference = f"none ({reference or 'none planned'} was not measured)"
     floor = f"noise floor (A/A): {noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
-    words = what_intervals_hold(panel.results)
+    words = describe_intervals(panel.members)
     return join_parts(f"reference: {reference}", floor, f"[low, high]: {words}" if words else "", by="; ")
 
 
 def _numbers(panel: Panel) -> list[Element]:
-    """Returns a line for each measurement that is in no table, and the steps of a sampler."""
+    """Returns a line for each measurement that no table shows, and the steps of a sampler."""
     pairs: list[tuple[str, str]] = []
     elsewhere = _in_other_tables(panel)
     for group in panel.groups:
@@ -152,12 +154,6 @@ def _numbers(panel: Panel) -> list[Element]:
     return []
 
 
-def _conditions(record: Record, run: Run) -> Iterator[str]:
-    kernel = attention_of(record)
-    attention = f"attention by torch's kernel {kernel}" if kernel else ""
-    yield from filter(None, (attention, cache_of(record, run.devices), replays_of(record)))
-
-
 def _notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
     """Yields the subject of a note, its text, and the place."""
     is_timed = not about_tensors(panel)
@@ -169,9 +165,11 @@ def _notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
             yield from ((modes, doubt, group.place) for modes, doubt in doubts_within(group))
         conditions: dict[str, list[str]] = {}
         for result in group.results:
-            for words in _conditions(result.record, run):
+            kernel = attention_of(result.record)
+            attention = f"attention by torch's kernel {kernel}" if kernel else ""
+            for words in (attention, cache_of(result.record, run.devices), replays_of(result.record)):
                 conditions.setdefault(words, []).append(result.mode)
-        yield from ((", ".join(modes), words, group.place) for words, modes in conditions.items())
+        yield from ((", ".join(modes), words, group.place) for words, modes in conditions.items() if words)
 
 
 def _notes_of_case(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
@@ -205,9 +203,7 @@ def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
     lines += [("numbers all", line) for line in _of_numbers(timed)]
     if len(timed) < len(panels):
         lines.append(("answer all", LEGEND))
-    used: set[Label] = set()
-    for panel in timed:
-        used.update(*(result.labels for result in panel.results))
+    used = set(chain.from_iterable(case.labels for case in cases_of(timed)))
     lines += [("notes all", explain_label(label)) for label in Label if label in used]
     return [line for names, line in lines if name in names.split()]
 
@@ -238,18 +234,7 @@ def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
     if words := roofline.how_to_know(panels, run):
         notes.insert(0, words)
     troubles = [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
-    missing = missing_of(run)
-    return [*map(Text, notes), *absent, *troubles, *([Text(missing)] if missing else [])]
-
-
-_DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
-    "memory": _for_timed_panels(lambda panel: (*memory(panel), *capacity(panel))),
-    "data": lambda panel, run, width: _panel_part(panel, run, data(panel)),
-    "numbers": _for_timed_panels(_numbers),
-    "energy": _for_timed_panels(lambda panel: (*energy(panel), *energy_of_phases(panel))),
-    "notes": _of_notes,
-    "all": _whole,
-}
+    return [*map(Text, notes), *absent, *troubles, *map(Text, filter(None, [missing_of(run)]))]
 
 
 # More suites and devices are summarized in a table.
@@ -282,7 +267,7 @@ def _overview(panels: Sequence[Sequence[Group]]) -> Part:
         cases = [case for case in _planned_cases(groups) if case.runs and case.support.level is level]
         return join_words(case.case.mode for case in cases)
 
-    cols: list[Col[Sequence[Group]]] = [
+    cols: Cols[Sequence[Group]] = [
         Col("suite", lambda groups: groups[0].cases[0].case.workload),
         Col("on", lambda groups: groups[0].cases[0].case.device),
         Col("groups", len, show=str),
@@ -291,7 +276,7 @@ def _overview(panels: Sequence[Sequence[Group]]) -> Part:
         Col("native", partial(modes, level=Level.NATIVE)),
         Col("emulated", partial(modes, level=Level.EMULATED)),
     ]
-    hint = Text("Name one suite to see its groups, and why what is skipped is skipped.")
+    hint = Text("Name one suite to see its groups, and why cases are skipped.")
     return Part("overview", "what would be measured", (table("overview", "", cols, panels), hint))
 
 
@@ -323,14 +308,14 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """Returns a row for each precision: how the device supports it, and why. Refusals in some groups are described
-    below."""
+    """Returns how the device supports each precision; refusals in only some groups are listed below the table."""
     cases = _planned_cases(groups)
     running = {case.case.mode for case in cases if case.runs}
     shown = [case for case in cases if case.runs or case.case.mode not in running]
-    cols: list[Col[tuple[str, Support]]] = [
-        Col("case", lambda row: row[0]),
-        Col("how", lambda row: row[1].level.value),
-        Col("why", lambda row: row[1].reason),
+    rows = {(case.case.mode, case.support): case for case in reversed(shown)}
+    cols: Cols[PlannedCase] = [
+        Col("case", "case.mode"),
+        Col("how", "support.level.value"),
+        Col("why", "support.reason"),
     ]
-    return table("support", "", cols, dict.fromkeys((case.case.mode, case.support) for case in shown))
+    return table("support", "", cols, list(rows.values())[::-1])

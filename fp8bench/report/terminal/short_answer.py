@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Element, Facts, Field, Part, Table, Text, Tone
 
 
@@ -17,7 +17,7 @@ class Answer:
     """The answer for one precision.
 
     `figure` is the basis of the verdict, with its interval. `costs` have the same order in all answers to a question,
-    with '' for unknown ones. `reason` is '' if there is none.
+    with '' for unknown ones. `reason` may be ''.
     """
 
     name: str
@@ -45,7 +45,10 @@ def short_answer(
     tables: Iterable[Element] = (),
     more: Sequence[tuple[str, str]] = (),
 ) -> Part:
-    """`doubts` say why nothing is sure, `action` is one command and what it settles, `more` is where the rest is."""
+    """Returns the answer as a part of a page.
+
+    `doubts` are reasons for uncertainty, `action` is a command and its purpose, `more` are names and values at the end.
+    """
     elements: list[Element] = [*warnings, *([_answer_table(question, answers)] if answers else [])]
     elements += (
         [Text(f"Why not sure: {'; '.join(words)}", Tone.DOUBT)] if (words := list(dict.fromkeys(doubts))) else []
@@ -60,7 +63,7 @@ def _answer_table(question: str, answers: Sequence[Answer]) -> Table:
         return Col("", lambda answer: answer.costs[place] if place < len(answer.costs) else "")
 
     most = max(len(answer.costs) for answer in answers)
-    cols: list[Col[Answer]] = [
+    cols: Cols[Answer] = [
         Col("", lambda answer: answer.name),
         Col("", lambda answer: Field(answer.verdict, tone=answer.tone)),
         Col("", lambda answer: answer.figure),

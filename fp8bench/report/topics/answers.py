@@ -23,7 +23,7 @@ from fp8bench.report.case_status import Standing, speed_up, standing, status_wor
 from fp8bench.report.elements import Sentences
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, together, value_of
 from fp8bench.report.terminal.short_answer import Answer
-from fp8bench.report.topics.energy import ratio_against
+from fp8bench.report.topics.energy import ratio_of
 from fp8bench.report.topics.memory import device_share_of, share_of
 from fp8bench.report.words.naming import common_tone, shorten_line
 
@@ -71,21 +71,20 @@ def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
 
 def find_answer(cases: Cases) -> Answer:
     """Returns the answer for one precision; several cases are summed up."""
-    results = [case.result for case in cases]
-    speeds = [speed for result in results if (speed := speed_up(result)) is not None]
+    speeds = [speed for case in cases if (speed := speed_up(case)) is not None]
     if len(speeds) == len(cases) == 1:
         figure = describe_speed(speeds[0])
     elif speeds:
         figure = units.span((speed.point for speed in speeds), units.speed_up)
     else:
-        figure = _why_no_speed(results)
+        figure = _why_no_speed(cases)
     accuracy = _accuracy_of_callables(cases) if cases[0].suite == BENCH else _accuracy(cases)
     # A reason is only named if all cases share it.
     reasons = {describe_reason(case) or case.record.reason for case in cases}
     return Answer(
-        results[0].mode,
-        _describe_verdicts(results),
-        common_tone(map(tone_of, results)),
+        cases[0].mode,
+        _describe_verdicts(cases),
+        common_tone(map(tone_of, cases)),
         figure,
         (accuracy, _memory(cases), _energy(cases)),
         shorten_line(reasons.pop(), LONGEST_REASON) if len(reasons) == 1 else "",
@@ -93,7 +92,7 @@ def find_answer(cases: Cases) -> Answer:
 
 
 def _describe_verdicts(results: Sequence[Result]) -> str:
-    """'faster', 'faster in 4 of 5, slower in 1'; failures come first."""
+    """Returns 'faster', or 'faster in 4 of 5, slower in 1'; failures come first."""
     words = Counter(map(verdict_word, results))
     (first, number), *less_common = sorted(words.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
     if not less_common:
@@ -129,21 +128,20 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
     reference."""
     for panel in panels:
         for case in panel.members:
-            result = case.result
-            speed = speed_up(case.result)
-            if result.is_reference:
+            if case.is_reference:
                 continue
+            speed = speed_up(case)
             bounds = (speed.point, speed.low, speed.high) if speed is not None else (None, None, None)
-            ratio = ratio_against(result, case.group.lead)
+            ratio = ratio_of(case)
             yield (
                 case.suite,
                 case.place,
-                result.mode,
+                case.mode,
                 panel.reference,
-                verdict_word(result),
+                verdict_word(case),
                 *bounds,
                 case.error,
-                share_of(case.group, result),
+                share_of(case),
                 ratio.point if ratio is not None else None,
                 describe_reason(case),
             )
@@ -160,7 +158,7 @@ def verdict_word(result: Result) -> str:
 
 
 def describe_speed(speed: Interval) -> str:
-    """'1.01x, could be 0.997x to 1.02x'; the range of few rounds is what was seen, and no interval."""
+    """Returns '1.01x, could be 0.997x to 1.02x'; 'seen 0.99x to 1.1x' for the range of few rounds."""
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return units.speed_up(speed.point)
     verb = "could be" if speed.level else "seen"
@@ -168,7 +166,7 @@ def describe_speed(speed: Interval) -> str:
 
 
 def _accuracy(cases: Cases) -> str:
-    """'gradients 0.55% off', 'products up to 3.9% off': the largest error of the cases; NaN counts as the largest."""
+    """Returns the largest error of the cases, as 'gradients 0.55% off'; NaN counts as the largest."""
     errors = [(case.error, case.group.error) for case in cases if case.error is not None]
     if not errors:
         return ""
@@ -180,9 +178,9 @@ def _accuracy(cases: Cases) -> str:
 
 
 def _accuracy_of_callables(cases: Cases) -> str:
-    """'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
+    """Returns 'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
 
-    Of several cases the one with the largest difference counts; '' where none has one.
+    For several cases the largest difference counts; '' if none has a difference.
     """
     # 1. How far it is from the reference.
     differences = []
@@ -194,7 +192,7 @@ def _accuracy_of_callables(cases: Cases) -> str:
         return ""
     largest, case = max(differences, key=itemgetter(0))
     mode = case.group.reference
-    reference = case.group.lead
+    reference = case.lead
     show = units.relative_error
     most = "up to " if len(differences) > 1 else ""
     words = f"differs from {mode} by {most}{show(largest)}" if largest else f"equal to {mode}"
@@ -202,7 +200,7 @@ def _accuracy_of_callables(cases: Cases) -> str:
     error = value_of(case.record.measurement(OUTPUT_ERROR))
     reference_error = value_of(reference.record.measurement(OUTPUT_ERROR)) if reference is not None else None
     if error is None or reference_error is None:
-        return f"{words}; its error is not known: {mode} does not compute in float64"
+        return f"{words}; its error is unknown: {mode} does not compute in float64"
     if max(error, reference_error) <= _NEARER * min(error, reference_error):
         return f"{words}; both off float64 by {show(error)}"
     word = "less" if error < reference_error else "more"
@@ -211,32 +209,27 @@ def _accuracy_of_callables(cases: Cases) -> str:
 
 def _memory(cases: Cases) -> str:
     """Returns 'memory +1.1%'; if all cases are emulated, the estimate for a device with the formats."""
-    native: list[float] = []
-    derived: list[float] = []
-    for case in cases:
-        # The memory of an emulation does not apply to a device with its formats.
-        share = device_share_of(*case) if case.is_emulated else share_of(*case)
-        if share is not None:
-            (derived if case.is_emulated else native).append(share)
+    native = [share for case in cases if not case.is_emulated and (share := share_of(case)) is not None]
     if native:
         return f"memory {units.span(native, units.change)}"
+    # The memory of an emulation does not apply to a device with its formats.
+    derived = [share for case in cases if case.is_emulated and (share := device_share_of(case)) is not None]
     if derived:
         return f"memory {units.span(derived, units.change)} (est.)"
     return ""
 
 
 def _energy(cases: Cases) -> str:
-    native = [case for case in cases if not case.is_emulated]
-    ratios = [ratio.point for case in native if (ratio := ratio_against(case.result, case.group.lead)) is not None]
+    ratios = [ratio.point for case in cases if not case.is_emulated and (ratio := ratio_of(case)) is not None]
     if ratios:
         return f"energy {units.span(ratios, units.change)}"
     return ""
 
 
 def describe_reason(case: NamedCase) -> str:
-    """'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower): they nearly cancel'; else ''.
+    """Returns 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower): they nearly cancel'.
 
-    Nothing is said of emulations, or where a hard label took the verdict away.
+    '' for emulations, and if a hard label withdrew the verdict.
     """
     finding = case.finding
     if finding is None or case.is_emulated:
@@ -252,7 +245,7 @@ def describe_reason(case: NamedCase) -> str:
 def reason_of(case: NamedCase) -> Reason | None:
     """Returns the explanation by phases, ignoring those too short compared with the cost of marking them."""
     finding = case.finding
-    reference = case.group.lead
+    reference = case.lead
     if finding is None or finding.hard:
         return None
     short = {*finding.below_floor}
@@ -282,7 +275,7 @@ def describe(reason: Reason) -> str:
 
 
 def _describe_gains(gains: Sequence[PhaseGain]) -> str:
-    """'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower), casts 2.30 ms'."""
+    """Returns 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower), casts 2.30 ms'."""
     words = []
     previous_verb = ""
     for gain in gains:
@@ -305,10 +298,8 @@ def _describe_seconds(gain: PhaseGain) -> str:
 
 
 def propose(cases: Cases, command: str, under_load: bool = False, budget: float | None = None) -> Sentences:
-    """Yields what would settle open verdicts, then what would change the reason, or check a callable further, each with
-    the command to type.
-
-    `command` and `budget` are those of the run. More time is no remedy for what was measured `under_load`.
+    """Yields what would settle open verdicts, then what could remove the reason, or check a callable further, each with
+    a command. `command` and `budget` are those of the run.
     """
     yield from _propose_runs(cases, command, under_load, budget)
     callables = [case.mode for case in cases if case.suite == BENCH and not case.is_reference]
@@ -328,20 +319,19 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
     # 2. Propose more rounds for open verdicts.
     if not under_load:
         # More rounds cannot restore a verdict that a label withdrew.
-        unsettled = [case for case in cases if standing(case.result) is Standing.UNSURE and not _is_spoilt(case)]
+        unsettled = []
+        for case in cases:
+            withdrawn_by = {*case.finding.hard} - {Label.CONTENDED} if case.finding else ()
+            if standing(case) is Standing.UNSURE and not withdrawn_by:
+                unsettled.append(case)
         usual = _GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _settle(unsettled, command, budget or usual)
     # 3. Propose changes that would affect the reason.
     yield from dict.fromkeys(chain.from_iterable(_change(case, command) for case in cases))
 
 
-def _is_spoilt(case: NamedCase) -> bool:
-    """Whether a label withdrew the verdict, so that more rounds do not restore it."""
-    return case.finding is not None and bool({*case.finding.hard} - {Label.CONTENDED})
-
-
 def _settle(cases: Cases, command: str, budget: float) -> Sentences:
-    speeds = [speed for case in cases if (speed := speed_up(case.result)) is not None]
+    speeds = [speed for case in cases if (speed := speed_up(case)) is not None]
     if not speeds:
         return
     plain = without_option(without_option(command, "--quick"), "--rounds")
@@ -352,7 +342,7 @@ def _settle(cases: Cases, command: str, budget: float) -> Sentences:
     seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
     if seconds <= _MOST_SECONDS:
         text = f"{without_option(plain, '--budget')} --budget {seconds}"
-        yield f"measure for {units.clock(seconds)}, enough to tell this difference from none: {text}"
+        yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {text}"
 
 
 def _seconds_to_settle(speed: Interval, budget: float) -> int:
@@ -368,7 +358,7 @@ def _seconds_to_settle(speed: Interval, budget: float) -> int:
 
 def _change(case: NamedCase, command: str) -> Sentences:
     reason = reason_of(case)
-    if reason is None or standing(case.result) is Standing.FASTER:
+    if reason is None or standing(case) is Standing.FASTER:
         return
     params = dict(case.record.case.params)
     losing = {gain.phase for gain in reason.gains if gain.saved_seconds < 0}
@@ -381,7 +371,7 @@ def _change(case: NamedCase, command: str) -> Sentences:
 
 
 def _remembers(case: NamedCase) -> bool:
-    """Whether the precision keeps something from step to step, which no compiled graph may."""
+    """Whether the precision keeps state from step to step."""
     try:
         return precisions.get(case.record.case.precision).remembers
     except UsageError:

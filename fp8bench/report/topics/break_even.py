@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, sweeps_of, swept_modes
 from fp8bench.model import Params, Run
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Tables, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import FindingsById, Panel, describe_params, panels_of, together
@@ -50,10 +50,10 @@ def break_even_table(panel: Panel, sweeps: Sequence[Swept], title: str = "") -> 
             return Tone.DOUBT
         return Tone.PLAIN
 
-    cols: list[Col[_Row]] = [
+    cols: Cols[_Row] = [
         Col("", place, shared=True),
-        Col("case", lambda row: row.mode.mode),
-        Col("against", lambda row: row.mode.against),
+        Col("case", "mode.mode"),
+        Col("against", "mode.against"),
         Col("pays", lambda row: pays(row.sweep.axis, row.mode.found) if row.mode.found else None, tone=tone),
         Col("measured", sizes),
         Col("remarks", lambda row: "; ".join(remarks(row.mode)), below=True),
@@ -62,7 +62,7 @@ def break_even_table(panel: Panel, sweeps: Sequence[Swept], title: str = "") -> 
 
 
 def pays(axis: str, crossed: BreakEven) -> str:
-    """'from m = 900 (700 to 1100) on', 'at every size', 'nowhere', 'cannot be told'."""
+    """Returns 'from m = 900 (700 to 1100) on', 'at every size', 'nowhere', 'cannot be told'."""
     if not crossed.crossings:
         verdicts = [stretch.pays for stretch in crossed.stretches if stretch.pays is not None]
         if not verdicts:
@@ -100,7 +100,7 @@ def remarks(mode: SweptMode) -> Iterator[str]:
     if crossed is not None:
         unknown = []
         for stretch in crossed.stretches:
-            # Within a crossing's own interval nobody expects to know.
+            # Within the interval of a crossing this is expected.
             is_near = any(crossing.low <= stretch.first <= crossing.high for crossing in crossed.crossings)
             if stretch.pays is None and not is_near:
                 unknown.append(" to ".join(map(_whole, (stretch.first, stretch.last))))
@@ -121,10 +121,10 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 class BreakEvenRow(NamedTuple):
-    """A size between `low` and `high` at which a precision begins to pay (`begins`) or ceases to.
+    """A size between `low` and `high` from which on a precision pays (`begins`) or no longer does.
 
-    Without such a size, `pays` says it all ('at every size', 'nowhere'; '' if too few sizes have a ratio). Sizes are
-    values of `axis`, from `smallest` to `largest`; `held` are the parameters that the sweep's cases share.
+    Without such a size, `pays` is 'at every size' or 'nowhere', or '' if too few sizes have a ratio. Sizes are values
+    of `axis`, from `smallest` to `largest`; `held` are the parameters that the sweep's cases share.
     """
 
     suite: str

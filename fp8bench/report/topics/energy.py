@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.energy import (
@@ -23,16 +24,21 @@ from fp8bench.analysis.metrics import EnergyValidity, energy_validity
 from fp8bench.analysis.samples import sustained_figures
 from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
-from fp8bench.report.columns import Col, case_cols, table, with_figures
+from fp8bench.report.columns import Col, Cols, case_cols, table, with_figures
 from fp8bench.report.elements import Elements, Field, Sentences, Tables, Text, Tone, items_of
 from fp8bench.report.page.section import Material, name_tables, section
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
+from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, many
 
-_EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
-_PhaseRow = tuple[ResultGroup, Result, dict[str, PhaseJoules]]
+_PhaseRow = CaseValue[dict[str, PhaseJoules]]
+
+
+class _EnergyRow(NamedTuple):
+    case: NamedCase
+    energy: EnergyFigures
+    ratio: EnergyRatio | None
 
 
 # docs/energy.md explains the sources.
@@ -63,11 +69,12 @@ def power_limits_of(result: Result) -> str:
     return ", ".join(units.count(watts, "W") for watts in limits)
 
 
-def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
-    """Its energy over that of its reference, in doubt under a label of either; None for the reference."""
-    if reference is None or reference is result:
+def ratio_of(case: NamedCase) -> EnergyRatio | None:
+    """Returns its energy over that of its reference, in doubt under a label of either; None for the reference."""
+    reference = case.lead
+    if reference is None or reference.record is case.record:
         return None
-    return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
+    return energy_ratio(case.record, reference.record, (*case.labels, *reference.labels))
 
 
 def sources_of(results: Iterable[Result]) -> list[str]:
@@ -81,34 +88,34 @@ def show_ratio(ratio: EnergyRatio) -> str:
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """What is missing of a group's energies or unclear, and why: modes, and the words that hold for all of them.
-
-    Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
-    """
+    """Returns which energies of a group are missing or unclear, and why, as pairs of modes and words."""
     doubts: list[tuple[str, str]] = []
-    for result in group.results:
-        words = [*_missing(result), *_at_another_pace(result), *_of_void_phases(result)]
-        doubts += [(doubt, result.mode) for doubt in words]
-    for result in group.results:
-        ratio = ratio_against(result, group.lead)
+    for case in group.members:
+        words = [*_describe_missing(case), *_describe_pace(case)]
+        phases = phases_of(case)
+        if phases is not None and phases.void:
+            words.append(f"energy of phases is void: {phases.void}")
+        doubts += [(doubt, case.mode) for doubt in words]
+    for case in group.members:
+        ratio = ratio_of(case)
         if ratio is not None and ratio.demand is Demand.UNCLEAR:
-            doubts.append((f"energy unclear: {ratio.why}", result.mode))
+            doubts.append((f"energy unclear: {ratio.why}", case.mode))
     return [(", ".join(modes), words) for words, modes in together(doubts).items()]
 
 
-def _missing(result: Result) -> Sentences:
-    """Nothing if the device cannot measure energy at all: that is said of the run."""
+def _describe_missing(result: Result) -> Sentences:
+    """Yields nothing if the device cannot measure energy at all: `absences` mentions that once for the run."""
     figures = figures_of(result)
     unresolved = result.reason(Label.ENERGY_UNRESOLVED)
     use = result.record.energy if result.is_ok else None
-    # The label's reason is the more telling one.
+    # The label's reason has more detail.
     if unresolved:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {unresolved}"
     elif figures is None and use is not None and use.source != NO_SOURCE:
         yield f"no energy: {why_no_energy(result.record)}"
     if figures is None or use is None:
         return
-    # What is certified needs no remark.
+    # Certified energies need no remark.
     validity = energy_validity(result.record)
     if validity not in (None, EnergyValidity.CERTIFIED) and not unresolved:
         yield f"its energy is not certified: {validity}"
@@ -118,7 +125,8 @@ def _missing(result: Result) -> Sentences:
         yield f"energy of {many(len(figures.windows), 'window')} only: {use.why}"
 
 
-def _at_another_pace(result: Result) -> Sentences:
+def _describe_pace(result: Result) -> Sentences:
+    """Yields a sentence if a step took a different time in the energy windows than in slots."""
     figures = figures_of(result)
     finding = result.finding
     if figures is None or finding is None or result.is_emulated:
@@ -132,14 +140,8 @@ def _at_another_pace(result: Result) -> Sentences:
         yield f"a step took {in_windows}, and {units.seconds(seconds / pace)} in slots"
 
 
-def _of_void_phases(result: Result) -> Sentences:
-    phases = phases_of(result)
-    if phases is not None and phases.void:
-        yield f"energy of phases is void: {phases.void}"
-
-
 def absences(run: Run) -> list[str]:
-    """'energy: not measured on cpu: <why>' for each device that has no source of energy."""
+    """Returns 'energy: not measured on cpu: <reason>' for each device that has no source of energy."""
     by_device = together((record.case.device, record) for record in run.records if record.energy)
     lines = []
     for device, records in by_device.items():
@@ -150,22 +152,21 @@ def absences(run: Run) -> list[str]:
 
 
 def _show_demand(row: _EnergyRow) -> str:
-    case, _, ratio = row
-    if ratio:
-        return ratio.demand.value
-    if case.is_reference:
+    if row.ratio:
+        return row.ratio.demand.value
+    if row.case.is_reference:
         return "reference"
-    return "emulated" if case.is_emulated else units.NONE
+    return "emulated" if row.case.is_emulated else units.NONE
 
 
 def _show_windows(row: _EnergyRow) -> str:
-    width = row[1].uncertainty
+    width = row.energy.uncertainty
     spread = "" if width is None else f" (+-{units.percent(width)})"
-    return f"{len(row[1].windows)}{spread}"
+    return f"{len(row.energy.windows)}{spread}"
 
 
 def energy(panel: Panel) -> Tables:
-    sources = sources_of(panel.results)
+    sources = sources_of(panel.members)
     if not sources:
         return
     caption = f"energy of a step, by {SOURCES.get(sources[0], sources[0])}"
@@ -174,61 +175,59 @@ def energy(panel: Panel) -> Tables:
     rows = []
     counts: set[str] = set()
     for case in panel.members:
-        if (figures := figures_of(case.result)) is not None:
-            rows.append((case, figures, ratio_against(case.result, case.group.lead)))
+        if (figures := figures_of(case)) is not None:
+            rows.append(_EnergyRow(case, figures, ratio_of(case)))
             # A step has one kind of work; its first count is the one that readers know.
             counts.update(name for name, _ in figures.per[:1])
 
     def of(spec: str, heading: str) -> Col[_EnergyRow]:
-        return Col(heading, lambda row: row[0].figures[spec].shown, number=True)
+        return Col(heading, lambda row: row.case.figures[spec].shown, number=True)
 
     def tone(row: _EnergyRow) -> Tone:
-        if row[2]:
-            return DEMANDS[row[2].demand]
+        if row.ratio:
+            return DEMANDS[row.ratio.demand]
         return Tone.PLAIN
 
     def power(row: _EnergyRow) -> str:
-        limits = power_limits_of(row[0].result)
-        return row[0].figures[specs.POWER].shown + f" of {limits}" * bool(limits)
+        limits = power_limits_of(row.case)
+        return row.case.figures[specs.POWER].shown + f" of {limits}" * bool(limits)
 
-    cols: list[Col[_EnergyRow]] = [
-        Col("group", lambda row: row[0].place, shared=True),
-        Col("case", lambda row: row[0].mode),
+    cols: Cols[_EnergyRow] = [
+        *case_cols(),
         of(ENERGY, "per step"),
         Col(f"vs {panel.reference or 'reference'}", _show_demand, tone=tone),
-        Col("", lambda row: show_ratio(row[2]) if row[2] else "", tone=tone),
+        Col("", lambda row: show_ratio(row.ratio) if row.ratio else "", tone=tone),
         of(specs.ENERGY_NET, "net/step"),
         *(of(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in counts),
         Col("power", power, number=True),
         of(specs.IDLE_POWER, "idle"),
         Col("windows", _show_windows),
-        Col("clock", lambda row: row[1].sm_clock, show=partial(units.count, unit="Hz")),
-        Col("source", lambda row: row[1].source, when=len(sources) > 1),
+        Col("clock", "energy.sm_clock", show=partial(units.count, unit="Hz")),
+        Col("source", "energy.source", when=len(sources) > 1),
     ]
-    yield with_figures(table("energy", caption, cols, rows), (case for case, _, _ in rows))
+    yield with_figures(table("energy", caption, cols, rows), [row.case for row in rows])
 
 
 def energy_of_phases(panel: Panel) -> Tables:
-    """What each phase takes of a step in joules, estimates in brackets; nothing unless phases were asked for."""
+    """Yields the joules of each phase, estimates in brackets; nothing unless `--energy phases` was requested."""
     rows = []
     present: set[str] = set()
-    for group, result, energies in panel.known(phases_of):
-        # `--energy phases` was not asked for otherwise.
-        if result.record.energy and result.record.energy.phases:
+    for case, energies in panel.find_values(phases_of):
+        if case.record.energy and case.record.energy.phases:
             by_phase = {phase.phase: phase for phase in energies.phases}
-            rows.append((group, result, by_phase))
+            rows.append(CaseValue(case, by_phase))
             present |= by_phase.keys()
     names = [name for name in PHASE_TITLES if name in present]
     if not names:
         return
-    cols: list[Col[_PhaseRow]] = [*case_cols()]
+    cols: Cols[_PhaseRow] = [*case_cols()]
     cols += [Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names]
-    caption = "joules per step of each phase by itself; (estimated) by share of time, or as what is left"
+    caption = "joules of each phase run by itself; (in brackets): estimated by its share of time, or as the rest"
     yield table("phase-energy", caption, cols, rows)
 
 
 def _of_phase(row: _PhaseRow, name: str) -> Field | None:
-    phase = row[2].get(name)
+    phase = row.value.get(name)
     if phase is None:
         return None
     if phase.range is None:
@@ -237,16 +236,16 @@ def _of_phase(row: _PhaseRow, name: str) -> Field | None:
 
 
 def _lead(material: Material) -> str:
-    results: list[Result] = []
+    cases: list[NamedCase] = []
     for _, panel in timed_panels(material):
-        results += panel.results
-    sources = sources_of(results)
+        cases += panel.members
+    sources = sources_of(cases)
     if not sources:
         return ""
     differ = ", whose figures do not compare" if len(sources) > 1 else ""
     return (
-        "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
-        "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals. "
+        "The energy of steps that ran in separate windows after the timing; idle: with the same states in memory and "
+        "nothing to do. Ranges are those of the windows, not confidence intervals. "
         f"Read from {join_words([SOURCES.get(source, source) for source in sources])}{differ}."
     )
 

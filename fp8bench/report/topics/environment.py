@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Timing
 from fp8bench.model.run import MARKS_SHARE, SWITCHES_SET
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, Texts, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import join_parts
@@ -19,8 +20,7 @@ from fp8bench.report.words.naming import commit_of, counts, fact, join_words, ma
 _MOST = 20
 _VARIABLE = "env_"
 _DIRTY = " with uncommitted changes"
-_OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
-_LOST = "the header of its file is lost: what was asked, planned and run on is not known"
+_LOST = "the header of its file is lost: its request, plan and machine are unknown"
 
 
 @section("environment", "Environment, and how to reproduce", 900)
@@ -44,14 +44,14 @@ def environment_section(material: Material) -> Elements:
 
 
 def _machines(entries: Sequence[Entry]) -> Table:
-    """A row for each fact that some run has, and a column for each run."""
-    cols: list[Col[str]] = [Col("fact", str)]
+    """Returns a row for each fact that any run has, and a column for each run."""
+    cols: Cols[str] = [Col("fact", str)]
     names: dict[str, str] = {}
     for entry in entries:
         facts = dict(_facts(entry))
         names |= facts
         cols.append(Col(entry.label, facts.get))
-    return table("machines", "What each run was made under", cols, names)
+    return table("machines", "The conditions of each run", cols, names)
 
 
 def _label(entry: Entry) -> Texts:
@@ -61,39 +61,41 @@ def _label(entry: Entry) -> Texts:
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
+    get = partial(fact, run)
     timings = list(_timings(run.records))
+    devices = _devices_of(run)
     pairs: list[tuple[str, str]] = []
-    for facts in _devices_of(run):
+    for facts in devices:
         pairs += _device_facts(run, facts)
-    total, usable, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
+    total = get("cpu_count")
+    usable = get("cpu_affinity")
     processors = f"{usable} of {total}" if usable and total and usable != total else total
     # Vector widths of compiled quantisers, if they could be chosen.
     widths = set().union(*(timing.vector_bits for timing in timings))
-    bits = ", ".join(map(str, sorted(widths)))
     slots = chain.from_iterable(timing.slots for timing in timings)
     seconds = sum(slot.wall_seconds for slot in slots)
-    imports = fact(run, "imports_sha256")
     pairs += [
-        ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
-        ("CUDA", join_words(facts.cuda for facts in _devices_of(run) if facts.cuda)),
-        *((name, fact(run, key)) for name, key in _OF_GPUS),
-        ("ROCm", join_words(facts.hip for facts in _devices_of(run) if facts.hip)),
-        ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
-        ("machine", fact(run, "machine")),
-        ("system", fact(run, "system")),
-        ("processors", join_parts(processors, f"governor {governor}" if governor else "")),
-        ("compiled quantisers", f"vectors of {bits} bits" if bits else ""),
-        ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
-        ("switches", fact(run, SWITCHES_SET)),
-        ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute")),
-        ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
+        ("torch", _with(get("torch"), "git ", get("torch_git")[:8])),
+        ("CUDA", join_words(facts.cuda for facts in devices if facts.cuda)),
+        ("cuDNN", get("cudnn")),
+        ("cuBLASLt", get("cublaslt")),
+        ("ROCm", join_words(facts.hip for facts in devices if facts.hip)),
+        ("Python", _with(get("python"), "", get("python_implementation"))),
+        ("machine", get("machine")),
+        ("system", get("system")),
+        ("processors", join_parts(processors, _prefix("governor ", get("cpu_governor")))),
+        ("compiled quantisers", _prefix("vector bits: ", ", ".join(map(str, sorted(widths))))),
+        ("threads", get("threads") or (str(run.request.threads) if run.started else "")),
+        ("switches", get(SWITCHES_SET)),
+        ("load at start", _with(get("load_1min"), "mean of ", "1 minute")),
+        ("commit", get("commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
         ("started", when(run)),
         ("timed", f"{units.clock(seconds)} inside timed slots" if seconds else ""),
         ("cases", counts(run)),
-        ("fp8bench", fact(run, "fp8bench")),
-        ("numpy", fact(run, "numpy")),
-        ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
-        ("code of --import", f"sha256 {imports}" if imports else ""),
+        ("fp8bench", get("fp8bench")),
+        ("numpy", get("numpy")),
+        ("seed", str(run.request.seed) if run.started else ""),  # a lost header had the request in it
+        ("code of --import", _prefix("sha256 ", get("imports_sha256"))),
     ]
     for name, value in sorted(run.environment.facts.items()):
         # Variables of the environment that change what torch or a library does.
@@ -110,34 +112,31 @@ def _devices_of(run: Run) -> list[DeviceFacts]:
 
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     key = facts.key
-    # Only GPUs have it.
-    capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
+    # Only GPUs have a compute capability.
+    capability = _prefix(", compute capability ", ".".join(map(str, facts.capability or ())))
     cache = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
     yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}{cache}"
     driver = fact(run, f"{key} driver")
     newest = fact(run, f"{key} cuda_driver")
     yield f"driver {key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
-    cap, default, period = (
-        run.environment.get(f"{key} {name}") for name in ("power_cap", "power_cap_default", "energy_period")
-    )
-    # A lowered cap explains a low speed, so the default stands beside it.
+    # A lowered cap explains a low speed, so the default is named as well.
+    cap = run.environment.get(f"{key} power_cap")
     if isinstance(cap, float | int):
+        default = run.environment.get(f"{key} power_cap_default")
         is_changed = isinstance(default, float | int) and default != cap
         yield f"power cap {key}", f"{cap:g} W" + (f" of {default:g} W" if is_changed else "")
-    modes = []
-    for word, name in (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence")):
-        if mode := fact(run, f"{key} {name}"):
-            modes.append(f"{word} {mode}")
-    yield f"modes {key}", ", ".join(modes)
+    modes = (("ECC ", "ecc"), ("MIG ", "mig"), ("persistence mode ", "persistence"))
+    yield f"modes {key}", join_parts(*(_prefix(word, fact(run, f"{key} {name}")) for word, name in modes))
     yield f"phase marks {key}", _marks_cost(run, key)
     source = fact(run, f"{key} energy_source")
     if source not in ("", NO_SOURCE):
+        period = run.environment.get(f"{key} energy_period")
         often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
         yield f"energy {key}", f"{source}{often}"
 
 
 def _marks_cost(run: Run, key: str) -> str:
-    """Returns what stamps take of a GPU's steps, at most and with the case; '' on a CPU."""
+    """Returns the largest share of a GPU's step that its time stamps take, with the case; '' on a CPU."""
     overheads = dict(run.overheads).get(key)
     if overheads is None or overheads.event_pair is None:
         return ""
@@ -147,18 +146,28 @@ def _marks_cost(run: Run, key: str) -> str:
         calls = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
         if timing is not None and record.case.device == key and calls:
             stamps = sum(count for _, count in timing.entries) - 1
-            shares.append((1e9 * overheads.stamp_cost * stamps / max(1, min(calls)), record.case.mode))
+            share = 1e9 * overheads.stamp_cost * stamps / max(1, min(calls))
+            shares.append((share, record.case.mode, record.case.ranks))
     if not shares:
         return ""
-    share, mode = max(shares)
-    spaced = f", so that not every step of it is marked (above {MARKS_SHARE:.1%})" if share > MARKS_SHARE else ""
-    return f"at most {share:.2%} of a step ({mode}){spaced}"
+    share, mode, ranks = max(shares)
+    cost = f"at most {share:.2%} of a step ({mode})"
+    if share <= MARKS_SHARE:
+        return cost
+    if ranks > 1:
+        return f"{cost}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
+    return (
+        f"{cost}: more than {MARKS_SHARE:.1%}, so only one step in several is marked, and each step after it is "
+        "divided into phases in the same proportions"
+    )
+
+
+def _prefix(word: str, text: str) -> str:
+    return f"{word}{text}" if text else ""
 
 
 def _with(text: str, word: str, more: str) -> str:
-    if text and more:
-        return f"{text} ({word}{more})"
-    return text
+    return f"{text} ({word}{more})" if text and more else text
 
 
 def _timings(records: Iterable[Record]) -> Iterator[Timing]:
@@ -182,7 +191,7 @@ def _remarks(entry: Entry) -> Elements:
 
 
 def _labels(entry: Entry) -> Texts:
-    results = chain.from_iterable(panel.results for panel in entry.panels)
+    results = chain.from_iterable(panel.members for panel in entry.panels)
     measured = [result for result in results if result.is_ok]
     for label in Label:
         labelled = [result for result in measured if label in result.labels]

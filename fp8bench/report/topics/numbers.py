@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.errors import UsageError
 from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
 from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, case_cols, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import (
+    CaseValue,
     NamedCase,
     Panel,
     error_name,
@@ -35,23 +36,22 @@ from fp8bench.report.words.naming import figure_words, join_words
 
 # One precision's errors by name, a measurement for each case.
 _Errors = dict[str, list[Measurement]]
-# Measurements in these units are no errors.
+# Measurements in these units are not errors.
 _OTHER_UNITS = ("B", "s")
-_SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
+_SCALES: tuple[Col[CaseValue[LayerScale]], ...] = (
     PRECISION,
-    Col("layer", lambda row: row[1].layer),
-    Col("role", lambda row: row[1].role),
-    Col("amax", lambda row: row[1].amax, number=True, hint="the largest magnitude that the scale comes from"),
-    Col("scale", lambda row: row[1].scale, number=True, hint="what values are multiplied by"),
-    Col("renewed", lambda row: row[1].renewals, show=units.whole,
-        hint="times, by age or by saturation, since it was found"),
-)  # fmt: skip
+    Col("layer", "value.layer"),
+    Col("role", "value.role"),
+    Col("amax", "value.amax", number=True, hint="the largest magnitude that the scale comes from"),
+    Col("scale", "value.scale", number=True, hint="what values are multiplied by"),
+    Col("renewed", "value.renewals", show=units.whole, hint="how often, because of age or saturation"),
+)
 
 
 def data(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     """A row for each kind and role, over all groups; formats have a column if some value lies outside their range."""
     # 1. The largest of each figure over all groups.
-    all_statistics = [result.record.statistics for result in panel.results if result.record.statistics]
+    all_statistics = [case.record.statistics for case in panel.members if case.record.statistics]
     by_name = together(((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(all_statistics))
     worst = [_largest_of(tensors) for tensors in by_name.values()]
     if not worst:
@@ -62,7 +62,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Tables:
         for fmt, above, vanishing in tensor.outside:
             outside[fmt] = outside.get(fmt, False) or bool(above or vanishing)
     contained = ", ".join(fmt for fmt, is_outside in outside.items() if not is_outside)
-    unit_scaled = [result.mode for result in panel.results if precisions.unit_scaled(result.record.case.precision)]
+    unit_scaled = [case.mode for case in panel.members if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
         f"{suite}: " * bool(suite) + "data, before any scaling",
         f"each figure is the largest of {len(all_statistics)} groups" if len(all_statistics) > 1 else "",
@@ -70,10 +70,10 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Tables:
         f"{join_words(unit_scaled)} has them near a deviation of 1 where it casts" if unit_scaled else "",
         by="; ",
     )
-    cols: list[Col[TensorStatistics]] = [
+    cols: Cols[TensorStatistics] = [
         Col("data", name_of, hint="layer kind and role"),
-        Col("values", lambda tensor: tensor.count, show=units.whole),
-        Col("amax", lambda tensor: tensor.amax, number=True, hint="the largest magnitude"),
+        Col("values", "count", show=units.whole),
+        Col("amax", "amax", number=True, hint="the largest magnitude"),
     ]
     hint = "share above its largest / share that would become zero"
     cols += [Col(fmt, partial(_outside, name=fmt), number=True, hint=hint) for fmt in outside if outside[fmt]]
@@ -112,10 +112,10 @@ def _outside(statistics: TensorStatistics, name: str) -> Field:
     return Field(text, sum(pair))
 
 
-@section("numbers", "What it costs in numbers", 100)
+@section("numbers", "Accuracy", 100)
 def numbers_section(material: Material) -> Elements:
-    """Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right here:
-    its values are rounded as hardware would round them.
+    """Errors relative to the reference that each suite names; 0 is exact. They are also right for emulated precisions,
+    whose values are rounded as hardware would round them.
     """
     for title, panel in timed_panels(material):
         yield from _errors(title, panel)
@@ -123,7 +123,7 @@ def numbers_section(material: Material) -> Elements:
     for title, panel in titled_panels(material):
         tables += data(panel, f"data-{panel.suite}", title)
     if tables:
-        yield Text("What the data are made of", Tone.STRONG)
+        yield Text("The data", Tone.STRONG)
         yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
     yield from tables
 
@@ -142,47 +142,30 @@ def _errors(title: str, panel: Panel) -> Elements:
 def _by_mode(panel: Panel) -> dict[str, _Errors]:
     """Errors by precision and name, in all groups."""
     by_mode: dict[str, _Errors] = {}
-    for result in panel.results:
-        for measurement in result.record.measurements:
+    for case in panel.members:
+        for measurement in case.record.measurements:
             is_error = measurement.unit not in _OTHER_UNITS and not is_of_step(measurement.metric)
             if is_error and value_of(measurement) is not None:
-                errors = by_mode.setdefault(result.mode, {})
+                errors = by_mode.setdefault(case.mode, {})
                 errors.setdefault(error_name(measurement), []).append(measurement)
     return by_mode
 
 
 def _table(title: str, panel: Panel, by_mode: dict[str, _Errors]) -> Table:
-    supports = {result.mode: result.record.support for result in panel.results}
+    levels = {case.mode: case.record.support.level.value for case in panel.members}
     hints: dict[str, str] = {}
     for errors in by_mode.values():
         for metric, measurements in errors.items():
             described = (measurement.description for measurement in measurements if measurement.description)
             # Suites describe a metric where it is measured first.
             hints[metric] = hints.get(metric) or next(described, "")
-    cols: list[Col[tuple[str, _Errors]]] = [
-        Col("precision", lambda row: Field(row[0], hint=_summary(row[0]))),
-        Col(
-            "how",
-            lambda row: Field(supports[row[0]].level.value, hint=supports[row[0]].reason),
-            hint="native, or emulated in software",
-        ),
+    cols: Cols[tuple[str, _Errors]] = [
+        Col("precision", itemgetter(0)),
+        Col("how", lambda row: levels[row[0]], hint="native, or emulated in software"),
     ]
     cols += [Col(metric, partial(_field, metric=metric), number=True, hint=hint) for metric, hint in hints.items()]
     span = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
     return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{span}", cols, by_mode.items())
-
-
-def _summary(mode: str) -> str:
-    """'' for a map, and for what this version does not know."""
-    try:
-        precision = precisions.get(mode)
-    except UsageError:
-        return ""
-    options = mode.split(":")[1:] if precision.options else []
-    summary = precision.summary
-    if options:
-        return f"{summary} Here with {', '.join(options)}."
-    return summary
 
 
 def _field(row: tuple[str, _Errors], metric: str) -> Field | None:
@@ -198,32 +181,30 @@ def _field(row: tuple[str, _Errors], metric: str) -> Field | None:
 
 @section("scales", "Scales from data", 105)
 def scales_section(material: Material) -> Elements:
-    """Found in untimed steps on a state of its own, and as they were after the last timed step. A scale is the largest
-    value of its format over amax: what exceeds amax later saturates.
+    """Found in untimed steps on a separate copy of the state, and shown as they were after the last timed step. A scale
+    is the largest value of its format over amax: larger values saturate.
     """
     for title, panel in titled_panels(material):
-        cases = ((case.name, [(case, scale) for scale in case.record.scales]) for case in panel.members)
-        name = f"scales-{panel.suite}"
-        words = "scales by layer and role"
-        yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")
+        cases = [(case, case.record.scales) for case in panel.members]
+        yield from table_of_cases(f"scales-{panel.suite}", f"{title}: scales by layer and role", _SCALES, cases)
 
 
 _ERROR_KINDS = {
     "single": ("one step", "of one step, from the exact latent before it"),
-    "single_floor": ("its floor", "the carrier's own products by another kernel: no precision is told from it"),
-    "free": ("sampled", "sampled freely from the noise: errors of all steps before are in it"),
-    "free_floor": ("its floor", "the same floor, sampled freely"),
+    "single_floor": ("its floor", "the same products in the carrier, by another kernel: smaller errors mean nothing"),
+    "free": ("sampled", "sampled from noise, with the errors of all steps before"),
+    "free_floor": ("its floor", "the same floor, sampled from noise"),
 }  # fmt: skip
 _ERROR = re.compile(rf"({'|'.join(_ERROR_KINDS)})_step(\d+)_error")
 READING = (
-    "Errors of the latent are relative to the exact one. An error near its floor says nothing of a precision: other "
-    "kernels of its carrier make as much. What one step costs is the precision's; what sampling makes of it is the "
-    "trajectory's."
+    "Errors of the latent are relative to the exact one. An error near its floor does not describe a precision: "
+    "another kernel of the same carrier makes as large an error. The error of one step is the precision's; sampling "
+    "adds up the errors of all steps before."
 )
 
 
 class SamplerStep(NamedTuple):
-    """A step of a sampler; `seconds` is None if the marks of a model's step do not tell them apart."""
+    """A step of a sampler; `seconds` is None if the marks do not separate its steps."""
 
     case: NamedCase
     number: int
@@ -261,7 +242,7 @@ def _steps_of(case: NamedCase) -> list[SamplerStep]:
         if match and value is not None:
             errors.setdefault(int(match[2]), {})[match[1]] = value
     seconds = step_seconds(case.record.timing) if errors and case.record.timing else ()
-    # Marks that do not match the sampler's steps tell no times.
+    # Without a mark for each of the sampler's steps, their times are unknown.
     times = seconds if len(seconds) == len(errors) else (None,) * len(errors)
     return [SamplerStep(case, number, time, errors[number]) for number, time in zip(sorted(errors), times, strict=True)]
 
@@ -283,10 +264,9 @@ def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
         heading, hint = _ERROR_KINDS[name]
         return Col(heading, lambda row: row.errors.get(name), show=units.relative_error, hint=hint)
 
-    cols: list[Col[SamplerStep]] = [
-        Col("group", lambda row: row.case.place, shared=True),
-        Col("case", lambda row: row.case.mode),
-        Col("step", lambda row: row.number, show=units.whole),
+    cols: Cols[SamplerStep] = [
+        *case_cols(),
+        Col("step", "number", show=units.whole),
         Col("time", seconds, number=True),
         *map(error, _ERROR_KINDS),
     ]

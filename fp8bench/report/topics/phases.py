@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain, Timing
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level, PhaseGain, Timing
 from fp8bench.model.run import BENCH
-from fp8bench.report.columns import Col, case_cols, table
+from fp8bench.report.columns import Col, Cols, case_cols, table
 from fp8bench.report.elements import ChartAxis, Elements, Field, Stacks, Table, Tables, Text, Texts, Tone
 from fp8bench.report.page.charts import has_time, phase_parts, stack_parts
 from fp8bench.report.page.section import Material, section, titled_panels
@@ -22,13 +23,13 @@ from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, phase_order, phase_words
 
 COMPILED = (
-    "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
-    "split of their time would be true, so that it counts as other."
+    "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused, so "
+    "their time cannot be split and counts as other."
 )
 
 
 def phases_table(panel: Panel, brief: bool = False) -> Tables:
-    """Yields the time of each case by phase; a `brief` table leaves out emulated cases, whose time is no speed."""
+    """Yields the time of each case by phase; a `brief` table leaves out emulated cases, whose time means nothing."""
     cases = [case for case in panel.members if case.best and not (brief and case.is_emulated)]
     if not cases:
         return
@@ -49,17 +50,16 @@ def phases_table(panel: Panel, brief: bool = False) -> Tables:
             return "<"
         return units.percent(_shares(case).get(name), 0)
 
-    cols: list[Col[NamedCase]] = [Col("Time of a step", lambda case: case.mode)] if brief else [*case_cols()]
+    cols: Cols[NamedCase] = [Col("Time of a step", "mode")] if brief else [*case_cols(path="")]
     cols.append(Col("total", seconds, number=True))
     cols += [Col(PHASE_TITLES.get(name, name), partial(share, name=name), number=True) for name in names]
     yield table("phases", "" if brief else "time of a step", cols, cases)
 
 
 def _shares(case: NamedCase) -> dict[str, float]:
-    """Shares of the step by phase; those without time are left out, but for the unattributed rest."""
-    # A case without a time has no shares.
+    """Returns shares of the step by phase, without phases of no time, but with the unattributed rest."""
     best = case.best or math.inf
-    return {name: seconds / best for name, seconds in phases_of(case.result) if seconds or name == UNATTRIBUTED}
+    return {name: seconds / best for name, seconds in phases_of(case) if seconds or name == UNATTRIBUTED}
 
 
 @section("phases", "Where the time goes", 60)
@@ -68,8 +68,8 @@ def phases_section(material: Material) -> Elements:
     panels = []
     results: list[Result] = []
     for title, panel in timed_panels(material):
-        cases = [case for case in panel.members if has_time(case.result)]
-        results += [case.result for case in cases]
+        cases = [case for case in panel.members if has_time(case)]
+        results += cases
         panels.append((title, cases))
     parts = phase_parts(results)
     for title, cases in panels:
@@ -86,12 +86,12 @@ def _show_suite(title: str, cases: Cases, parts: Mapping[str, str]) -> Elements:
     yield from timelines[:_MOST_TIMELINES]
     num_hidden = len(timelines) - _MOST_TIMELINES
     if num_hidden > 0:
-        yield Text(f"{title}: {num_hidden} more settings have no timeline here, for want of room.")
+        yield Text(f"{title}: timelines of {num_hidden} more settings are left out.")
     yield from _notes(title, cases)
 
 
 def _phases(case: NamedCase) -> dict[str, float]:
-    return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
+    return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case)}
 
 
 def _chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
@@ -110,8 +110,8 @@ def _notes(title: str, cases: Cases) -> Texts:
             below.setdefault(phase_words(phase), []).append(case.name)
     if below:
         words = "; ".join(f"{phase} in {join_words(names)}" for phase, names in below.items())
-        floor = f"less than {BELOW_FLOOR_MARKERS} times that"
-        yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {words}.", Tone.DOUBT)
+        floor = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
+        yield Text(f"{title}: too short to measure ({floor}): {words}.", Tone.DOUBT)
     # Readers would look for phases that no compiled graph has.
     if any(("compile", "yes") in case.record.case.params for case in cases):
         yield Text(COMPILED)
@@ -126,8 +126,8 @@ _LEAST_PHASES = 3
 
 
 def _draw_timeline(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
-    """Yields one step of each case on one axis of time; nothing for runs that kept no samples of a step's parts."""
-    # 1. Choose a step of each case, and collect all phases in them.
+    """Yields one step of each case on one axis of time; nothing if a run has no samples of a step's phases."""
+    # 1. Choose a step of each case, and collect their phases.
     steps = []
     timings = []
     present: set[str] = set()
@@ -163,9 +163,9 @@ def _draw_timeline(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
 
 
 def _find_middle_step(timing: Timing) -> Steps:
-    """Returns the phases of the timed step of middle length, as they followed each other, in seconds.
+    """Returns the phases of the timed step of median length, in the order in which they ran, in seconds.
 
-    A step that varied has one sum for each phase, in our order of phases.
+    If steps differed in their phases, there is one sum for each phase, in the usual order.
     """
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not calls:
@@ -184,8 +184,8 @@ def _find_middle_step(timing: Timing) -> Steps:
 def _describe_order(timings: Sequence[Timing]) -> str:
     words = "One timed step of each precision, the one of median length"
     if any(timing.varying for timing in timings):
-        return f"{words}. Steps differed in their phases, so only sums were kept: this is not the order of a step."
-    return f"{words}: phases in order, as they ran. One that soon comes again is drawn as one piece."
+        return f"{words}. Steps differed in their phases, so only sums were stored: this is not the order of a step."
+    return f"{words}, with its phases in the order in which they ran."
 
 
 _STEP = "step"
@@ -206,7 +206,7 @@ class _Row(NamedTuple):
 
     @property
     def speed(self) -> float | None:
-        """None if it is no positive number."""
+        """The reference's time over the case's; None if either is zero or negative."""
         if self.seconds <= 0 or self.reference_seconds <= 0:
             return None
         ratio = self.reference_seconds / self.seconds
@@ -231,40 +231,33 @@ class _Row(NamedTuple):
 
 @section("gains", "Where it gains", 70)
 def gains_section(material: Material) -> Elements:
-    """The time that each phase of a native precision's step saves against the reference (+) or costs (-), from the same
+    """The time that each phase of a native precision saves (+) or costs (-) compared with the reference, from the same
     rounds as the verdict: the phases sum to the step. Grey phases do not differ clearly. Runs of few rounds have no
     intervals, and are left out.
     """
     tables: list[Table] = []
     for title, panel in titled_panels(material):
-        cases = [case for case in panel.members if len(_marked_gains(case)) >= _LEAST_PHASES]
-        tables += [_gains_table(title, panel, case) for case in cases]
+        for case, finding in panel.find_values(attrgetter("finding")):
+            num_phases = sum(gain.phase != UNATTRIBUTED for gain in finding.gains)
+            if num_phases >= _LEAST_PHASES:
+                tables.append(_gains_table(title, panel, case, finding))
     yield from tables[:_MOST_TABLES]
     if len(tables) > _MOST_TABLES:
-        yield Text(f"{len(tables) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
+        yield Text(f"{len(tables) - _MOST_TABLES} more cases are left out; the run's CSV has all their phases.")
 
 
-def _marked_gains(case: NamedCase) -> list[PhaseGain]:
-    finding = case.finding
-    if finding is not None:
-        return [gain for gain in finding.gains if gain.phase != UNATTRIBUTED]
-    return []
-
-
-def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
-    finding = case.finding
-    assert finding is not None
+def _gains_table(title: str, panel: Panel, case: NamedCase, finding: Finding) -> Table:
     gains = sorted(finding.gains, key=lambda gain: phase_order(gain.phase))
     rows = [_Row(gain.phase, gain.seconds, gain.reference_seconds, gain) for gain in gains]
     rows.append(_Row(_STEP, sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows)))
     speed = "the reference's time over this, above 1x is faster"
-    cols: list[Col[_Row]] = [
+    cols: Cols[_Row] = [
         Col("phase", lambda row: Field(phase_words(row.phase), tone=row.tone)),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
-        Col("saved", lambda row: row.saving, show=_show_saving, unit="s", tone=lambda row: row.tone),
-        Col("interval", lambda row: row.interval, hint="99% for all phases together", number=True),
-        Col("speed-up", lambda row: row.speed, show=units.speed_up, unit="x", hint=speed),
+        Col("saved", "saving", show=_show_saving, unit="s", tone=attrgetter("tone")),
+        Col("interval", "interval", hint="99% for all phases together", number=True),
+        Col("speed-up", "speed", show=units.speed_up, unit="x", hint=speed),
     ]
     labels = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
     caption = f"{title} {case.name} against {panel.reference}{labels}"
@@ -272,5 +265,5 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
 
 
 def _show_saving(seconds: float) -> str:
-    """'+3.00 ms', '-600 us'; '0 s'."""
+    """Formats '+3.00 ms', '-600 us' or '0 s'."""
     return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{units.seconds(abs(seconds))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -17,15 +17,15 @@ from fp8bench.analysis.roofline import (
 )
 from fp8bench.model import Limit, Rate, Run
 from fp8bench.report.case_status import Standing, speed_up, standing
-from fp8bench.report.columns import Col
+from fp8bench.report.columns import Col, Cols
 from fp8bench.report.elements import Elements, Sentences, Text, items_of
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup
+from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result
 from fp8bench.report.words.naming import join_words, phase_words
 
 # Phases with a smaller share of the step are left out of sentences.
 _LEAST_SHARE = 0.02
-# What moves more than this share of the memory's rate is in a cache.
+# Phases that move more than this share of the memory's rate run from a cache.
 _CACHED = 1.05
 
 
@@ -39,45 +39,50 @@ def bound_words(roof: PhaseRoof) -> str:
     return roof.bound.value
 
 
-def sentences(panel: Panel) -> Sentences:
-    for group in panel.groups:
-        place = f" at {group.place}" if len(panel.groups) > 1 else ""
-        for result in group.results:
-            words = _bounds(result)
-            if words and not result.is_emulated:
-                yield f"{result.mode}{place} is {words}."
-        for result in group.results:
-            gain = gain_in(group, result)
-            if gain is not None:
-                yield _gain(group.reference, place, result, gain)
+def describe_bounds(panel: Panel) -> Sentences:
+    for case in panel.members:
+        words = _bounds(case)
+        if words and not case.is_emulated:
+            yield f"{case.mode}{_locate(panel, case)} is {words}."
+
+
+def describe_gains(panel: Panel) -> Sentences:
+    for case in panel.members:
+        gain = _find_gain(case)
+        if gain is not None:
+            yield _gain(case, _locate(panel, case), gain)
+
+
+def _locate(panel: Panel, case: NamedCase) -> str:
+    return f" at {case.place}" if len(panel.groups) > 1 else ""
 
 
 def how_to_know(panels: Iterable[Panel], run: Run) -> str:
-    """What to do if steps were counted and timed but the device's ceilings are unknown; else ''."""
+    """Returns what to do if steps were counted and timed but the device has no ceilings; else ''."""
     roofs: list[PhaseRoof] = []
-    for result in chain.from_iterable(panel.results for panel in panels):
-        if result.is_emulated:
+    for case in chain.from_iterable(panel.members for panel in panels):
+        if case.is_emulated:
             continue
-        if result.record.ceiling is not None and result.record.ceiling.rates:
+        if case.record.ceiling is not None and case.record.ceiling.rates:
             return ""
-        roofs += phase_roofs(result.record, result.finding)
+        roofs += phase_roofs(case.record, case.finding)
     if not roofs or any(roof.bound for roof in roofs):
         return ""
     threads = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
     store = ", with the same --store," if "--store" in run.command else ""
     return (
-        f"What bounds each phase is not known yet: `fp8bench suite ceilings{threads}`{store} measures what this "
-        "machine does at most, in less than a minute, and later runs say it."
+        f"The limits of phases are unknown: `fp8bench suite ceilings{threads}`{store} measures this machine's peaks "
+        "in less than a minute, and later runs compare with them."
     )
 
 
-def gain_in(group: ResultGroup, result: Result) -> Gain | None:
-    reference = group.lead
+def _find_gain(case: NamedCase) -> Gain | None:
+    reference = case.lead
     if reference is None or reference.finding is None or standing(reference) is not Standing.REFERENCE:
         return None
-    if result.finding is None or result.is_reference or result.is_emulated:
+    if case.finding is None or case.is_reference or case.is_emulated:
         return None
-    return gain_of(result.record, result.finding, reference.record, reference.finding)
+    return gain_of(case.record, case.finding, reference.record, reference.finding)
 
 
 def sources(results: Sequence[Result]) -> Sentences:
@@ -85,10 +90,10 @@ def sources(results: Sequence[Result]) -> Sentences:
     if ceiling is None:
         return
     if ceiling.rates:
-        # A ceiling whose runs differ may be too low: it bounds nothing.
+        # A peak may be higher than what was measured if repetitions differ.
         uncertain = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
         words = join_words(f"{rate_words(rate)} ({units.percent(rate.spread)})" for rate in uncertain)
-        wide = f"; these are no upper bounds, their runs differ too much: {words}" if uncertain else ""
+        wide = f"; not upper bounds, because repeated measurements differ too much: {words}" if uncertain else ""
         yield f"Ceilings were measured here{wide}."
     sheet = datasheet_of(ceiling.device)
     if sheet is not None:
@@ -110,7 +115,7 @@ def _bounds(result: Result) -> str:
 
 
 def _near(roof: PhaseRoof) -> str:
-    """', at 71% of its ceiling': of what the nearest one explains."""
+    """Returns ', at 71% of its ceiling'; '' if no peak is known."""
     if roof.of_ceiling is not None:
         return f", at {units.percent(roof.of_ceiling, 0)} of its ceiling"
     if roof.of_sheet is not None:
@@ -118,10 +123,10 @@ def _near(roof: PhaseRoof) -> str:
     return ""
 
 
-def _gain(reference: str, place: str, result: Result, gain: Gain) -> str:
+def _gain(case: NamedCase, place: str, gain: Gain) -> str:
     """'products are 54% of the step and at 71% of their ceiling: fp8 at its own ceiling would give at most 1.38x'."""
-    speed = speed_up(result)
-    status = standing(result)
+    speed = speed_up(case)
+    status = standing(case)
     gives = "what it gives is not clear"
     if speed is not None and status is not Standing.UNSURE:
         perhaps = "perhaps " if status is Standing.DOUBTED else ""
@@ -132,65 +137,50 @@ def _gain(reference: str, place: str, result: Result, gain: Gain) -> str:
         gives += f"; its products alone are {paces} ({moved})"
     most = f"{'at most' if gain.binds else 'about'} {units.speed_up(gain.most)}"
     return (
-        f"{reference}'s products{place} are {units.percent(gain.share, 0)} of the step and at "
-        f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {result.mode} at its own ceiling would give "
+        f"{case.group.reference}'s products{place} are {units.percent(gain.share, 0)} of the step and at "
+        f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {case.mode} at its own ceiling would give "
         f"{most}; {gives}."
     )
 
 
 @section("roofline", "Roofline", 76)
 def roofline_section(material: Material) -> Elements:
-    """FLOPs, bytes and launches as the tape counted them, over best-case seconds, beside the most that the device was
-    seen to do here and what its datasheet says. Emulated cases are left out: their time says nothing of a device's
-    formats.
+    """FLOPs, bytes and launches, as the tape counted them, over the best case's seconds; next to the peaks measured on
+    this device and those of its datasheet. Emulated cases are left out: their time is not that of the format.
     """
     for title, panel in titled_panels(material):
-        cases = [(case, _roofs(case)) for case in panel.members]
-        cases = [(case, roofs) for case, roofs in cases if any(roof.bound for roof in roofs)]
+        cases = []
+        for case in panel.members:
+            roofs = () if case.is_emulated else phase_roofs(case.record, case.finding)
+            if any(roof.bound for roof in roofs):
+                cases.append((case, roofs))
         if cases:
             yield from _panel(title, panel, cases)
-        elif any(result.record.ceiling and result.record.ceiling.rates for result in panel.results):
-            yield from (Text(f"{title}: {source}") for source in sources(panel.results))
+        elif any(case.record.ceiling and case.record.ceiling.rates for case in panel.members):
+            yield from (Text(f"{title}: {source}") for source in sources(panel.members))
     hints = [how_to_know(entry.panels, entry.run) for entry in material.entries]
     yield from map(Text, filter(None, dict.fromkeys(hints)))
 
 
-def _roofs(case: NamedCase) -> tuple[PhaseRoof, ...]:
-    if case.is_emulated:
-        return ()
-    return phase_roofs(case.record, case.finding)
+def _panel(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, Sequence[PhaseRoof]]]) -> Elements:
+    # The table has the bounds of all phases.
+    yield from items_of(describe_gains(panel))
+    yield from map(Text, sources([case for case, _ in cases]))
 
-
-def _panel(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, tuple[PhaseRoof, ...]]]) -> Elements:
-    yield from items_of(sentences(panel))
-    yield from map(Text, sources([case.result for case, _ in cases]))
-
-    def share(heading: str, of: Callable[[PhaseRoof], float | None], hint: str) -> Col[tuple[NamedCase, PhaseRoof]]:
-        return Col(heading, lambda row: of(row[1]), show=partial(units.percent, decimals=0), hint=hint)
-
-    def rate(heading: str, of: Callable[[PhaseRoof], float | None], hint: str) -> Col[tuple[NamedCase, PhaseRoof]]:
-        return Col(heading, lambda row: of(row[1]), show=partial(units.count, unit=heading), hint=hint)
-
+    whole_percent = partial(units.percent, decimals=0)
     moved = "counted bytes over the time: a cache may give more than memory"
-    cols: list[Col[tuple[NamedCase, PhaseRoof]]] = [
+    cols: Cols[CaseValue[PhaseRoof]] = [
         PRECISION,
-        Col("phase", lambda row: phase_words(row[1].count.phase)),
-        Col("time", lambda row: row[1].seconds, unit="s", hint="best case"),
-        rate("FLOP/s", lambda roof: roof.flop_rate, "counted FLOPs over the time"),
-        rate("B/s", lambda roof: roof.byte_rate or None, moved),
-        Col("FLOP/B", lambda row: row[1].intensity, show=units.count, hint="FLOPs for each byte"),
-        share("of ceiling", lambda roof: roof.of_ceiling, "the least time by what was measured here, over the time"),
-        share("of datasheet", lambda roof: roof.of_sheet, "the same by the datasheet"),
-        Col(
-            "is",
-            lambda row: bound_words(row[1]) or None,
-            hint="what takes longest of it at the ceilings, if that is half of its time",
-        ),
+        Col("phase", lambda row: phase_words(row.value.count.phase)),
+        Col("time", "value.seconds", unit="s", hint="best case"),
+        Col("FLOP/s", "value.flop_rate", show=partial(units.count, unit="FLOP/s"), hint="counted FLOPs over the time"),
+        Col("B/s", lambda row: row.value.byte_rate or None, show=partial(units.count, unit="B/s"), hint=moved),
+        Col("FLOP/B", "value.intensity", show=units.count, hint="FLOPs for each byte"),
+        Col("of ceiling", "value.of_ceiling", show=whole_percent, hint="least time by the peaks measured here / time"),
+        Col("of datasheet", "value.of_sheet", show=whole_percent, hint="the same by the datasheet's peaks"),
+        Col("limit", lambda row: bound_words(row.value) or None, hint="takes at least half of the time at the peaks"),
     ]
-    rows = ((case.name, [(case, roof) for roof in roofs]) for case, roofs in cases)
-    yield from table_of_cases(
-        f"roofline-{panel.suite}", title, "each phase against the ceilings", cols, rows, "The CSV has them."
-    )
+    yield from table_of_cases(f"roofline-{panel.suite}", f"{title}: each phase against the ceilings", cols, cases)
 
 
 UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}

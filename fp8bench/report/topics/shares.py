@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 from fp8bench import units
 from fp8bench.analysis.tapes import StepShares, parts_of_record
 from fp8bench.model import UNATTRIBUTED, Provenance, Run, SharesFrom
 from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import (
     Elements,
@@ -26,17 +27,17 @@ from fp8bench.report.elements import (
     Tone,
     items_of,
 )
-from fp8bench.report.page.section import Material, section, titled_panels
+from fp8bench.report.page.section import Material, mark_emulated, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
 from fp8bench.report.words.naming import join_words
 
 # The most modules that are named.
 MOST_MODULES = 20
 _LEGEND = (
-    "shares are those of a pass of its own, which looks at every operator; times are estimated: share x best case",
-    f"{UNATTRIBUTED}: between operators, on the host; view: no work, but the time to call it",
-    "cast: between dtypes of floating-point numbers; copy: without one; gather: by index",
-    "module: its path in the model, and the model's class for what is done between its modules",
+    "shares come from a separate pass, which looks at every operator; times are estimates: share x best case",
+    f"{UNATTRIBUTED}: between operators, on the host; view: no work, only the time of the call",
+    "cast: copies between floating-point dtypes; copy: all other copies; gather: reads by index",
+    "module: path in the model; the model's class for operators outside of its modules",
 )
 _OF_CSV = (
     "case",
@@ -57,14 +58,14 @@ def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
     sections = []
     for place, (setting, members) in enumerate(together((part.case.setting, part) for part in parts).items()):
         sections.append(Part(f"setting-{place}", setting, tuple(_elements(members))))
-    return Page(f"what a step of run {run.id} is made of", "", tuple(sections), _LEGEND)
+    return Page(f"the parts of a step of run {run.id}", "", tuple(sections), _LEGEND)
 
 
 def _elements(parts: Sequence[StepShares]) -> Elements:
     cases = [(part.case.mode, part) for part in parts if part.shares is not None]
     if cases:
         yield from tables_of(cases, ("", ""))
-    words = [f"{part.case.mode}: nothing is known of its parts: {part.why}" for part in parts if part.shares is None]
+    words = [f"{part.case.mode}: its parts are unknown: {part.why}" for part in parts if part.shares is None]
     for mode, part in cases:
         words += [f"{mode}: {remark}" for remark in part.remarks]
     yield from items_of(words)
@@ -72,41 +73,31 @@ def _elements(parts: Sequence[StepShares]) -> Elements:
 
 def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
     """Yields the shares of titled cases by kind of work and by module, a column for each case."""
-    by_kind = [step.by_kind for _, step in parts]
-    yield _shares_table("kind", captions[0], parts, by_kind, [*_sort_keys(by_kind), UNATTRIBUTED])
-    by_module = [step.by_module for _, step in parts]
-    if modules := _sort_keys(by_module)[:MOST_MODULES]:
-        yield _shares_table("module", captions[1], parts, by_module, modules)
+    kinds = _sort_keys([step.by_kind for _, step in parts])
+    yield _shares_table("kind", captions[0], parts, [*kinds, UNATTRIBUTED])
+    if modules := _sort_keys([step.by_module for _, step in parts])[:MOST_MODULES]:
+        yield _shares_table("module", captions[1], parts, modules)
 
 
-def _shares_table(
-    name: str,
-    caption: str,
-    parts: Sequence[tuple[str, StepShares]],
-    shares: Sequence[Mapping[str, float]],
-    keys: Sequence[str],
-) -> Table:
-    def field(key: str, seconds: float | None, shares_of_case: Mapping[str, float]) -> Field | None:
-        share = shares_of_case.get(key)
+def _shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepShares]], keys: Sequence[str]) -> Table:
+    def field(key: str, step: StepShares) -> Field | None:
+        share = (step.by_kind if name == "kind" else step.by_module).get(key)
         if share is None:
             return None
-        estimated = "" if seconds is None else f"  {units.seconds(share * seconds)}"
+        estimated = "" if step.seconds is None else f"  {units.seconds(share * step.seconds)}"
         return Field(f"{units.percent(share)}{estimated}", share)
 
-    cols: list[Col[str]] = [Col(name, str)]
-    for (title, step), shares_of_case in zip(parts, shares, strict=True):
-        of_case = partial(field, seconds=step.seconds, shares_of_case=shares_of_case)
-        cols.append(Col(title, of_case, number=True))
+    cols: Cols[str] = [Col(name, str)]
+    cols += [Col(title, partial(field, step=step), number=True) for title, step in parts]
     return table(f"{name}s", caption, cols, keys)
 
 
 def _sort_keys(shares: Sequence[Mapping[str, float]]) -> list[str]:
-    """What takes most in some case first; the rest is left out."""
+    """Returns the keys by their largest share in any case, largest first, without the unattributed rest."""
     largest: dict[str, float] = {}
     for shares_of_case in shares:
         for key, share in shares_of_case.items():
             largest[key] = max(largest.get(key, 0.0), share)
-    # It stands last, however large it is.
     largest.pop(UNATTRIBUTED, None)
     return sorted(largest, key=lambda key: -largest[key])
 
@@ -128,7 +119,7 @@ def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
 
 
 def rows_of(parts: Sequence[StepShares]) -> Rows:
-    """A row for each part of a case, the longest first and the rest last; `seconds` are estimated by shares."""
+    """Returns a row for each part of a case, longest first and the rest last; `seconds` are estimated by shares."""
     rows = []
     for part in parts:
         source = part.shares.of if part.shares is not None else SharesFrom.OPERATORS
@@ -142,10 +133,10 @@ def rows_of(parts: Sequence[StepShares]) -> Rows:
     return _OF_CSV, rows
 
 
-@section("shares", "What a step is made of", 62)
+@section("shares", "The parts of a step", 62)
 def shares_section(material: Material) -> Elements:
-    """Shares come from a pass of its own that looks at every operator of a step, or every kernel of a device; times are
-    estimates: those shares of the best case, which nobody looked into. Unattributed is the host, between operators.
+    """Shares come from a separate pass that looks at every operator of a step, or every kernel of a device; times are
+    estimates: these shares of the best case. Unattributed is time of the host between operators.
     """
     for title, panel in titled_panels(material):
         cases = [(case, parts_of_record(case.record, case.finding)) for case in panel.members]
@@ -155,7 +146,7 @@ def shares_section(material: Material) -> Elements:
 
 
 def _panel(title: str, suite: str, cases: Sequence[tuple[NamedCase, StepShares]]) -> Elements:
-    named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in cases]
+    named = [(mark_emulated(case, case.name), parts) for case, parts in cases]
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
     for shares in tables_of(named, captions):
         yield replace(shares, name=f"share-{shares.name}-{suite}")
@@ -179,9 +170,9 @@ Unconverted = tuple[str, list[str], int]
 
 
 def coverages(panel: Panel) -> list[tuple[str, Coverage]]:
-    """The coverages of a panel's cases, with their modes: 'bf16, fp8'."""
-    covered = panel.known(lambda result: result.record.coverage)
-    by_coverage = together((coverage, result.mode) for _, result, coverage in covered)
+    """Returns the coverages of a panel's cases, each once, with the modes of its cases, as 'bf16, fp8'."""
+    covered = panel.find_values(lambda result: result.record.coverage)
+    by_coverage = together((row.value, row.case.mode) for row in covered)
     return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in by_coverage.items()]
 
 
@@ -208,10 +199,10 @@ def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
         rows.append((_KINDS.get(kind, kind), counts[kind], *flops))
     if coverage.others:
         rows.append((_OUTSIDE, None, sum(product.flops or 0 for product in coverage.others), 0))
-    cols: list[Col[tuple[str, int | None, int, int]]] = [
-        Col("products of", lambda row: row[0]),
-        Col("weights", lambda row: row[1], show=str),
-        Col("FLOPs", lambda row: row[2], show=units.count),
+    cols: Cols[tuple[str, int | None, int, int]] = [
+        Col("products of", itemgetter(0)),
+        Col("weights", itemgetter(1), show=str),
+        Col("FLOPs", itemgetter(2), show=units.count),
         Col("share", lambda row: _over(row[2], coverage.flops), show=units.percent),
         Col("converted", lambda row: _over(row[3], row[2]), show=units.percent),
     ]
@@ -219,7 +210,7 @@ def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
 
 
 def left_of(coverage: Coverage) -> list[Unconverted]:
-    """What is not converted, most FLOPs first: (reason, names, FLOPs)."""
+    """Returns what is not converted, most FLOPs first: (reason, names, FLOPs)."""
     names = defaultdict[str, list[str]](list)
     flops = Counter[str]()
     for holder in coverage.holders:
@@ -233,10 +224,10 @@ def left_of(coverage: Coverage) -> list[Unconverted]:
 
 
 def _reasons(name: str, modes: str, reasons: Sequence[Unconverted], coverage: Coverage) -> Table:
-    cols: list[Col[Unconverted]] = [
+    cols: Cols[Unconverted] = [
         Col("not converted", lambda row: join_words(row[1], 3)),
         Col("share", lambda row: _over(row[2], coverage.flops), show=units.percent),
-        Col("why", lambda row: row[0], below=True),
+        Col("why", itemgetter(0), below=True),
     ]
     return table(name, f"what is not converted in {modes}, and why", cols, reasons)
 
@@ -247,7 +238,7 @@ def _remarks(coverage: Coverage) -> Sentences:
         yield f"backward begins from {coverage.loss}"
     yield from shape_remarks(coverage)
     if coverage.unknown:
-        yield f"{coverage.unknown} calls of operators without a formula are in no sum"
+        yield f"{coverage.unknown} calls of operators without a formula are not counted"
 
 
 def shape_remarks(coverage: Coverage) -> Sentences:
@@ -265,6 +256,6 @@ def _over(part: int, total: int) -> float:
 
 @section("coverage", "Coverage", 15)
 def coverage_section(material: Material) -> Elements:
-    """Which of a model's products its cases make in another precision; counted in a step that nobody timed."""
+    """How many of a model's products are computed in a lower precision, counted in an untimed step."""
     for number, (_, panel) in enumerate(material.panels()):
         yield from coverage_elements(panel, number)

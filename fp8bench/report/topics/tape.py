@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, share_of, side_by_side
 from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Elements, Field, Page, Part, Table, Text, Tone, items_of
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
-from fp8bench.report.panels import together
+from fp8bench.report.panels import CaseValue, together
 from fp8bench.report.words.naming import join_words, phase_words
 
-# A number of a row of a case and its tape, or a phase's counts.
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
-    "declared: FLOPs that the suite declares; unknown: calls of operators that have no formula, in no sum of FLOPs",
-    "8 bits, 4 bits, 32 bits: the share of FLOPs that multiply elements so wide",
-    "operators: FLOPs, bytes read and written in so many calls; (b) in backward",
+    "declared: FLOPs that the suite declares; unknown: calls of operators without a formula, which have no FLOPs here",
+    "8 bits, 4 bits, 32 bits: the share of FLOPs whose factors have elements of this width",
+    "operators: FLOPs, then bytes read and written in the number of calls; (b): in the backward pass",
 )
 _OF_CSV = (
     "setting",
@@ -52,7 +51,7 @@ def remarks(tape: Tape) -> list[str]:
 
 
 def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
-    """What is the same for several cases is said once."""
+    """Yields each remark once, with the names of its cases."""
     names_by_remark: dict[str, list[str]] = {}
     for name, tape in taped:
         for remark in remarks(tape):
@@ -69,27 +68,38 @@ def page_of(title: str, taped: Sequence[Taped]) -> Page:
 
 
 def _elements(taped: Sequence[Taped]) -> Elements:
-    with_tape = [(case, case.tape) for case in taped if case.tape is not None]
+    with_tape = []
+    words = []
+    for case in taped:
+        if case.tape is None:
+            words.append(f"{case.mode}: no tape: {case.why}")
+        else:
+            with_tape.append(_Counts(case, case.tape))
     if with_tape:
-        cols: list[Col[tuple[Taped, Tape]]] = [Col("tape", lambda row: row[0].mode)]
-        cols += _count_cols()
-        cols.insert(2, Col("declared", lambda row: row[0].declared or None, show=units.count))
+        cols: Cols[_Counts] = [Col("tape", "case.mode"), *_count_cols()]
+        cols.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
         for bits in _WIDTHS:
-            share = partial(lambda bits, row: share_of(row[1], bits) or None, bits)
+            share = partial(lambda bits, row: share_of(row.value, bits) or None, bits)
             cols.append(Col(f"{bits} bits", share, show=units.percent))
         yield table("counts", "", cols, with_tape)
-        rows = side_by_side([tape for _, tape in with_tape])
+        rows = side_by_side([row.value for row in with_tape])
         if rows:
-            yield _operators([case.mode for case, _ in with_tape], rows)
-    words = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
-    yield from items_of([*words, *_remarks_of((case.mode, tape) for case, tape in with_tape)])
+            yield _operators([row.case.mode for row in with_tape], rows)
+    yield from items_of([*words, *_remarks_of((row.case.mode, row.value) for row in with_tape)])
+
+
+class _Counts(NamedTuple):
+    """A row of the table of counts, with the attributes that `_count_cols` shows."""
+
+    case: Taped
+    value: Tape
 
 
 def _count_cols() -> Iterator[Col[Any]]:
-    """For rows of a case and its step's tape, or a phase's counts."""
+    """Yields the columns for rows whose value is a step's tape or the counts of a phase."""
 
     def intensity(row: Any) -> float | None:
-        counts: Tape | PhaseCount = row[1]
+        counts: Tape | PhaseCount = row.value
         if isinstance(counts, Tape):
             return intensity_of(counts)
         if counts.flops and counts.bytes:
@@ -97,17 +107,17 @@ def _count_cols() -> Iterator[Col[Any]]:
         return None
 
     flops = "of products, forward and backward; a product of M x K by K x N has 2MNK"
-    yield Col("FLOPs", lambda row: row[1].flops or None, show=units.count, hint=flops)
-    moved = "read and written, each tensor once a call, as if nothing lay in a cache"
-    yield Col("bytes", lambda row: row[1].bytes, unit="B", hint=moved)
+    yield Col("FLOPs", lambda row: row.value.flops or None, show=units.count, hint=flops)
+    moved = "read and written, each tensor once a call, as if nothing were cached"
+    yield Col("bytes", "value.bytes", unit="B", hint=moved)
     yield Col("FLOP/B", intensity, show=units.count)
-    yield Col("launches", lambda row: row[1].launches, show=str, hint="operators that start a kernel at least")
-    unknown = "calls of operators that have no formula, in no sum of FLOPs"
-    yield Col("unknown", lambda row: row[1].unknown or None, show=str, hint=unknown)
+    yield Col("launches", "value.launches", show=str, hint="operators that start at least one kernel")
+    unknown = "calls of operators without a formula, whose FLOPs are not counted"
+    yield Col("unknown", lambda row: row.value.unknown or None, show=str, hint=unknown)
 
 
 def _operators(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
-    cols: list[Col[TapeRow]] = [
+    cols: Cols[TapeRow] = [
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col(
             "operator",
@@ -138,16 +148,16 @@ def _operator_rows(case: Taped) -> Iterator[dict[str, Any]]:
         yield encode(operator) | {"setting": case.setting, "tape": case.mode} | shapes
 
 
-@section("tape", "What a step does", 77)
+@section("tape", "Operators of a step", 77)
 def tape_section(material: Material) -> Elements:
     """Counted operator by operator in an untimed step; `fp8bench show RUN --tape` has the operators."""
 
-    def phase(row: Any) -> Field | str:
-        if isinstance(row[1], PhaseCount):
-            return phase_words(row[1].phase)
+    def phase(row: CaseValue[Tape | PhaseCount]) -> Field | str:
+        if isinstance(row.value, PhaseCount):
+            return phase_words(row.value.phase)
         return Field("step", tone=Tone.STRONG)
 
-    cols: list[Col[Any]] = [PRECISION, Col("phase", phase), *_count_cols()]
+    cols = [PRECISION, Col("phase", phase), *_count_cols()]
     for title, panel in titled_panels(material):
         tapes = []
         rows = []
@@ -159,10 +169,8 @@ def tape_section(material: Material) -> Elements:
             # Phases in which nothing ran would only lengthen the table.
             counts += [phase for phase in tape.phases if phase.flops or phase.bytes or phase.launches or phase.unknown]
             tapes.append((case.name, tape))
-            rows.append((case.name, [(case, count) for count in counts]))
-        yield from table_of_cases(
-            f"tape-{panel.suite}", title, "counts of a step, by phase", cols, rows, "The CSV has them."
-        )
+            rows.append((case, counts))
+        yield from table_of_cases(f"tape-{panel.suite}", f"{title}: counts of a step, by phase", cols, rows)
         yield from items_of(_remarks_of(tapes))
 
 
@@ -173,7 +181,7 @@ def traces_section(material: Material) -> Elements:
     traced = [run for run in runs if any(record.trace for record in run.records)]
     folders = [run.request.trace for run in traced if run.request.trace]
     if traced:
-        place = f"The traces lie in {join_words(folders)}, a folder a case. " if folders else ""
+        place = f"The traces are in {join_words(folders)}, one folder per case. " if folders else ""
         yield Text(
             f"{place}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose "
             "page needs internet access in the browser."

@@ -14,10 +14,10 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
-from fp8bench.report.columns import Col, Member, table
+from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, ResultGroup, value_of
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
 from fp8bench.report.words.naming import join_words
 
@@ -47,7 +47,7 @@ FIGURES = {
     "scale_drift_octaves": ("scale drift", "the most octaves that a scale of earlier steps moved in a step"),
     "scale_lag_octaves": ("scale lag", "the most octaves above the largest value that such a scale let through"),
 }
-# Options of precisions that are one format under one scaling, and their words for no special one.
+# Options of precisions with one format and one scaling, and the values that choose nothing special.
 _FORMAT = "format"
 _SCALING = "scaling"
 _EXACT = "exact"
@@ -78,7 +78,7 @@ _SHOWN = (
 
 
 class TensorCell(NamedTuple):
-    """A precision's format, and its name: 'e4m3fn row'. A recipe of several formats is called as it is."""
+    """A precision's format, and its name, as 'e4m3fn row'; a recipe of several formats keeps its name."""
 
     fmt: str
     words: str
@@ -101,7 +101,7 @@ def cell_of(result: Result) -> TensorCell:
 
 @cache
 def _cell(word: str) -> TensorCell:
-    """Runs outlive versions, so the precision may be unknown here."""
+    """Returns the word itself if this version does not have the precision."""
     named = TensorCell(word, word)
     try:
         precision = precisions.get(word)
@@ -153,7 +153,7 @@ def show_figure(value: float, unit: str) -> str:
 
 
 def best_by_width(panel: Panel) -> Iterator[str]:
-    """'with 8 bits e4m3fn 1x128 has the highest SQNR in all 13 tensors of numerics: 31.8 to 45.0 dB'.
+    """Yields 'with 8 bits e4m3fn 1x128 has the highest SQNR in all 13 tensors of numerics: 31.8 to 45.0 dB'.
 
     Widths with a single precision have no sentence.
     """
@@ -168,7 +168,7 @@ def best_by_width(panel: Panel) -> Iterator[str]:
 
 
 def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
-    """SQNRs by the bits of elements, then by precision."""
+    """Returns SQNRs by the bits of elements, then by precision."""
     by_bits: dict[int, dict[str, float]] = {}
     for result in group.results:
         cell, (_, value) = cell_of(result), figure(result, SQNR)
@@ -202,21 +202,21 @@ def tensors(panel: Panel, width: int) -> Elements:
         return
     several = len(panel.groups) > 1
 
-    def of(heading: str, metric: str) -> Col[Member]:
+    def of(heading: str, metric: str) -> Col[NamedCase]:
         tone = Tone.STRONG if metric == SQNR else Tone.PLAIN
-        return Col(heading, lambda row: figure(row[1], metric)[0], number=True, tone=lambda _: tone)
+        return Col(heading, lambda case: figure(case, metric)[0], number=True, tone=lambda _: tone)
 
-    cols: list[Col[Member]] = [
-        Col("tensor", lambda row: tensor_name(panel, row[0]) if several else "", shared=True),
-        Col("precision", lambda row: cell_of(row[1]).words),
+    cols: Cols[NamedCase] = [
+        Col("tensor", lambda case: tensor_name(panel, case.group) if several else "", shared=True),
+        Col("precision", lambda case: cell_of(case).words),
         *itertools.starmap(of, _SHOWN),
     ]
     yield table("tensors", "", cols, panel.members)
 
 
 def _overview(panel: Panel, width: int) -> Tables:
-    """SQNRs, a row for each precision and a column for each tensor, in as many tables as the width asks for."""
-    modes = {result.mode: result for result in panel.results}
+    """Yields SQNRs, a row for each precision and a column for each tensor, in tables that fit into the width."""
+    modes = {case.mode: case for case in panel.members}
     names = [tensor_name(panel, group) for group in panel.groups]
     label = max(len(cell_of(result).words) for result in modes.values())
 
@@ -225,12 +225,12 @@ def _overview(panel: Panel, width: int) -> Tables:
         return Col(names[place], lambda result: fields.get(result.mode), number=True)
 
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
-        cols: list[Col[Result]] = [Col("precision", lambda result: cell_of(result).words), *map(of, places)]
+        cols: Cols[Result] = [Col("precision", lambda result: cell_of(result).words), *map(of, places)]
         yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
 
 
 def _fitting(widths: Sequence[int], room: int) -> Sequence[Sequence[int]]:
-    """Column indices in as few even runs as fit into the room, at least one a run."""
+    """Returns the indices of columns in as few groups of equal size as fit into the room."""
     places = range(len(widths))
     # As few tables as possible, equally wide.
     for count in range(1, len(widths) + 1):
@@ -242,11 +242,11 @@ def _fitting(widths: Sequence[int], room: int) -> Sequence[Sequence[int]]:
     return runs
 
 
-@section("tensors", "What is left of a tensor", 45)
+@section("tensors", "Errors of tensors", 45)
 def tensors_section(material: Material) -> Elements:
     """SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that nothing is
-    left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, and in what
-    underflows. Times have no part here: the suite cast is about them.
+    left. The largest values decide it; for small values look at the worst rows and blocks, and at underflow. The suite
+    cast is about the times.
     """
     panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
     for title, panel in panels:
@@ -263,20 +263,15 @@ def tensors_section(material: Material) -> Elements:
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
-    def of(metric: str) -> Col[Member]:
-        (name, hint), unit = FIGURES[metric], spec_of(metric).unit
-        return Col(
-            name,
-            lambda row: Field(*figure(row[1], metric)),
-            number=True,
-            hint=f"{hint}; {metric}",
-            unit="" if unit == units.RATIO else unit,
-        )
+    def of(metric: str) -> Col[NamedCase]:
+        name, hint = FIGURES[metric]
+        unit = spec_of(metric).unit.removeprefix(units.RATIO)
+        return Col(name, lambda case: Field(*figure(case, metric)), number=True, hint=hint, unit=unit)
 
-    cols: list[Col[Member]] = [
-        Col("tensor", lambda row: tensor_name(panel, row[0])),
-        Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
+    cols: Cols[NamedCase] = [
+        Col("tensor", lambda case: tensor_name(panel, case.group)),
+        Col("precision", lambda case: cell_of(case).words),
         *(of(metric) for metric in FIGURES if metric in panel.metrics and metric != SQNR),
     ]
-    rows = [case for case in panel.members if figure(case.result, SQNR)[1] is not None]
+    rows = [case for case in panel.members if figure(case, SQNR)[1] is not None]
     return table(f"figures-{panel.suite}", f"{title}: all other figures", cols, rows, folded=True)

@@ -1,6 +1,6 @@
 """The answer: plain sentences on the verdicts of each precision.
 
-Only a verdict without doubt reads as a fact; others say 'perhaps' or 'cannot tell', with labels and reasons.
+Only a verdict without doubt reads as a fact; others have 'perhaps' or 'cannot tell', with labels and reasons.
 Speed is how many times as fast: above 1x is faster.
 """
 
@@ -18,11 +18,11 @@ from fp8bench.model import Label, Status
 from fp8bench.report.case_status import (
     FACTS,
     Standing,
+    describe_intervals,
     speed_up,
     standing,
-    what_intervals_hold,
 )
-from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, items_of
+from fp8bench.report.elements import Element, Elements, Items, Text, Texts, Tone, items_of
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, together
 from fp8bench.report.terminal.short_answer import as_sentence
@@ -47,8 +47,8 @@ def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
 
 
 def describe_missing(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
-    """'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'; the same of those that were skipped."""
-    missing = [case for case in cases if standing(case.result) is status]
+    """Returns 'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone' for the cases of this status."""
+    missing = [case for case in cases if standing(case) is status]
     reasons = ((shorten_line(case.record.reason, LONGEST_REASON) or "no reason was given", case) for case in missing)
     lines = []
     for reason, members in together(reasons).items():
@@ -68,7 +68,7 @@ def skips(cases: Cases) -> list[str]:
 
 def emulations(cases: Sequence[NamedCase]) -> list[str]:
     shown = [case for case in cases if case.is_emulated]
-    # An emulation whose errors are not finite is not right in numbers either.
+    # An emulation whose errors are not finite does not even have right numbers.
     broken = {case.mode for case in shown if case.error is not None and not math.isfinite(case.error)}
     lines = []
     for is_broken, members in together((case.mode in broken, case) for case in shown).items():
@@ -76,8 +76,8 @@ def emulations(cases: Sequence[NamedCase]) -> list[str]:
         modes = []
         for reason, names in reasons.items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
-        numbers = "errors are not all finite" if is_broken else "right in numbers"
-        lines.append(f"emulated: {'; '.join(modes)}: {numbers}; time and memory are what emulating costs")
+        numbers = "errors are not all finite" if is_broken else "its errors are real"
+        lines.append(f"emulated: {'; '.join(modes)}: {numbers}; ignore time and memory (the cost of emulation)")
     return lines
 
 
@@ -87,10 +87,10 @@ def sitting(entry: Entry) -> Texts:
 
 
 def doubt_of_load(entry: Entry) -> str:
-    """Says of a run under load that its intervals are of this sitting, if no earlier runs say how far runs differ."""
+    """Returns a warning for a run under load whose intervals do not include how much runs differ; else ''."""
     load = load_of(entry.run)
-    if load and any(_is_of_one_sitting(case.result) for case in cases_of(entry.panels)):
-        return f"measured beside other programs ({load}): intervals cover this sitting only, others may differ by more"
+    if load and any(_is_of_one_sitting(case) for case in cases_of(entry.panels)):
+        return f"other programs were running ({load}): another run may differ by more than these intervals"
     return ""
 
 
@@ -101,25 +101,25 @@ def _is_of_one_sitting(result: Result) -> bool:
 
 
 def by_chance(entry: Entry) -> Texts:
-    """Says of several cases how many false verdicts to expect, since each is judged by itself."""
-    judged = sum(speed_up(case.result) is not None for case in cases_of(entry.panels))
+    """Yields how many false verdicts to expect of several cases, since each is judged separately."""
+    judged = sum(speed_up(case) is not None for case in cases_of(entry.panels))
     if judged > 1:
         # Each verdict is wrong in 1% of cases at most.
-        expected = f"up to {judged * (1 - FINAL_LEVEL):.2g} of them would be called faster or slower by chance"
-        yield Text(f"{judged} cases, each judged by itself: if none differed, {expected}", Tone.DOUBT)
+        expected = f"up to {judged * (1 - FINAL_LEVEL):.2g} would be called faster or slower by chance"
+        yield Text(f"each of the {judged} cases is judged separately: if none really differed, {expected}", Tone.DOUBT)
 
 
 def _lead(material: Material) -> str:
-    results: list[Result] = []
+    cases: list[NamedCase] = []
     for _, panel in timed_panels(material):
-        results += panel.results
-    speeds = [speed for result in results if (speed := speed_up(result))]
+        cases += panel.members
+    speeds = [speed for case in cases if (speed := speed_up(case))]
     if not speeds:
         return ""
-    words = what_intervals_hold(results)
+    words = describe_intervals(cases)
     return join_parts(
         "Speed against the reference: above 1x is faster.",
-        f"The interval [low, high] holds {words}." if words else "",
+        f"[low, high] is {words}." if words else "",
         f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else "",
         by=" ",
     )
@@ -130,11 +130,11 @@ def verdict_section(material: Material) -> Elements:
     elements: list[Element] = []
     for entry in material.entries:
         elements += _entry(entry, material.alone)
-    yield from elements or [Text("There is no run.")]
+    yield from elements or [Text("This report has no runs.")]
 
 
 def _entry(entry: Entry, alone: bool) -> Elements:
-    # 1. What failed, and what casts doubt on all verdicts.
+    # 1. Failures, and doubts about all verdicts.
     if not alone:
         yield Text(entry.label, Tone.STRONG)
     yield from losses(entry)
@@ -148,7 +148,7 @@ def _entry(entry: Entry, alone: bool) -> Elements:
             sentences += comparisons(panel, panel.device if several else "")
     for panel in filter(about_tensors, entry.panels):
         sentences += map(Text, best_by_width(panel))
-    # 3. What has no verdict.
+    # 3. Cases without a verdict.
     cases = cases_of(entry.panels)
     sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
     sentences += by_chance(entry)
@@ -181,34 +181,27 @@ _MOST_REASONS = 3
 
 
 def comparisons(panel: Panel, device: str = "") -> list[Text]:
-    """A sentence for each precision of a panel; names `device` if given."""
+    """Returns a sentence for each precision of a panel; it names `device` unless that is ''."""
     machine = f" on {device}" if device else ""
-    compared = [case for case in panel.members if standing(case.result) in _COMPARED]
+    compared = [case for case in panel.members if standing(case) in _COMPARED]
     by_mode = together((case.mode, case) for case in compared)
     return [_comparison(panel, cases, machine) for cases in by_mode.values()] or _alone(panel, machine)
 
 
 def _comparison(panel: Panel, cases: Sequence[NamedCase], machine: str) -> Text:
-    """'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%; matmul saves 3 ms'."""
+    """Returns 'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%'."""
     place = f"{len(cases)} cases of {panel.suite}"
     if len(cases) == 1:
         place = f"{panel.suite} {setting_of(cases[0].group)}".rstrip()
     answer = find_answer(cases)
     about = f"{answer.name} against {panel.reference or 'its reference'} on {place}{machine}"
     sentence = as_sentence(replace(answer, name=about)).text
-    results = [case.result for case in cases]
-    return Text(sentence + _labels(results) + _because(results), answer.tone)
-
-
-def _because(results: Sequence[Result]) -> str:
-    reasons = join_words(chain.from_iterable(map(_reasons, results)), _MOST_REASONS)
-    if reasons:
-        return f"; {reasons}"
-    return ""
+    reasons = join_words(filter(None, map(_reason, cases)), _MOST_REASONS)
+    return Text(join_parts(sentence + _labels(cases), reasons, by="; "), answer.tone)
 
 
 def _labels(results: Sequence[Result]) -> str:
-    """' (noisy, drift in 2 of them)': what makes them doubtful, and a power cap, which explains a speed."""
+    """Returns ' (noisy, drift in 2 of them)': the labels that cast doubt, and a power cap, which explains a speed."""
     numbers = Counter(chain.from_iterable(map(_doubts, results)))
     words = [
         f"{label} in {numbers[label]} of them" if numbers[label] < len(results) else label
@@ -221,27 +214,27 @@ def _labels(results: Sequence[Result]) -> str:
 
 
 def _doubts(result: Result) -> list[Label]:
-    """Those that took the verdict away stand in its why."""
+    """Returns the doubtful labels; those that withdrew the verdict are in its reason already."""
     finding = result.finding
     doubts: list[Label] = []
-    # A verdict that is sure needs no labels beside it.
+    # A certain verdict needs no labels.
     if finding is None or finding.doubtful or not finding.is_judged:
         hard = finding.hard if finding else ()
         doubts = [label for label in result.labels if label.casts_doubt and label not in hard]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
 
 
-def _reasons(result: Result) -> Sentences:
-    if standing(result) is Standing.UNSURE and result.finding and result.finding.why:
-        yield result.finding.why
-    if standing(result) is Standing.UNTIMED and result.record.detail:
-        yield result.record.detail
+def _reason(result: Result) -> str:
+    if standing(result) is Standing.UNSURE and result.finding:
+        return result.finding.why
+    if standing(result) is Standing.UNTIMED:
+        return result.record.detail
+    return ""
 
 
 def _alone(panel: Panel, machine: str) -> list[Text]:
-    timed = [result for result in panel.results if result.is_ok and result.best is not None]
-    number = sum(standing(result) is Standing.REFERENCE for result in timed)
+    number = sum(standing(case) is Standing.REFERENCE and case.best is not None for case in panel.members)
     if not number:
         return []
     cases = f"{many(number, 'case')} of {panel.suite}{machine}"
-    return [Text(f"{panel.reference} alone was timed, in {cases}: there is nothing to compare it with")]
+    return [Text(f"only {panel.reference} was timed, in {cases}: there is nothing to compare it with")]

@@ -1,8 +1,8 @@
 """The JSON files that fp8bench and asv both write: benchmarks.json, machine.json, and results files (format 2).
 
 asv writes in place and without a lock, so half a file may be whole a moment later (`settled_read`). A file that stays
-broken may still be of use to somebody, so it is renamed and not overwritten (`set_aside`). Locks keep only fp8bench's
-processes apart. asv writes both lists anew from its own discovery; fp8bench merges, and keeps what it does not know.
+broken is renamed and not overwritten, because it may still be useful (`set_aside`). Locks only synchronise fp8bench's
+own processes. asv replaces both lists by what it discovers; fp8bench merges into them, and preserves unknown entries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
 
 _PAUSE_SECONDS = 0.02
-# A file that was not changed for so long is no longer being written.
+# A file that was not changed for this time is no longer being written.
 _LATELY_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0
 
@@ -76,19 +76,19 @@ def write_object(path: Path, content: Mapping[str, Any], indent: int | None = No
     """Replaces a JSON file in one step. With an indent the keys are sorted, without one the file is compact, as asv
     does."""
     text = json.dumps(content, indent=indent, sort_keys=indent is not None)
-    remedy = "What was there before is untouched; make room, or choose another --store DIR."
+    remedy = "The previous file is unchanged; make room, or choose another --store DIR."
     with keeping(path, remedy, AsvFileError):
         write_whole(path, text)
 
 
 def settled_read(load: Callable[[Path], T], path: Path, seconds: float = _PATIENCE_SECONDS) -> T:
-    """Returns what `load` makes of a file. A torn file that was changed lately is read again for so many seconds."""
+    """Returns what `load` makes of a file. A torn file that was changed recently is read again for up to `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             return load(path)
         except AsvFileTorn:
-            with contextlib.suppress(OSError):  # it has just vanished, of which the next attempt tells
+            with contextlib.suppress(OSError):  # it has just vanished; the next attempt reports that
                 if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _LATELY_SECONDS:
                     raise
         time.sleep(_PAUSE_SECONDS)
@@ -121,8 +121,7 @@ _TELLING = ("params", "version", "unit", "param_names")
 
 
 def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = None) -> T | None:
-    """Loads a file of asv's; None where there is none. A broken one is set aside and its new path added to `aside`, if
-    that is given."""
+    """Loads a file of asv's; None without one. With `aside`, a broken file is renamed and its new path added to it."""
     # Its writer may have been stopped half-way, and would go on in the file that was set aside.
     patience = _PATIENCE_SECONDS if aside is None else _LATELY_SECONDS
     try:
@@ -163,7 +162,7 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
 
 
 def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
-    """Adds the definitions of the series; one that is the same to a reader of results stays as it is."""
+    """Adds the definitions of the series; those with the same parameters, version and unit stay unchanged."""
     new = {metric.name: definition_of(metric) for metric in series}
     same = {name for name in new if name in old and all(old[name].get(key) == new[name][key] for key in _TELLING)}
     return {**old, **{name: definition for name, definition in new.items() if name not in same}}
@@ -209,10 +208,10 @@ _OPTIONAL = ("env_vars", "durations")
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file. `date` is the commit's, in ms since 1970; `params` and `env_vars` tell asv's series apart.
+    """A results file. `date` is the commit's, in ms since 1970; `params` and `env_vars` distinguish asv's series.
 
-    `others` are keys that fp8bench does not know. `broken` are rows that could not be read, which `troubles` name; they
-    are written back as they are, unless `rows` has one of the same name.
+    `others` are keys that fp8bench does not know. `broken` are unreadable rows, which `troubles` name; they are written
+    back unchanged, unless `rows` has a row of the same name.
     """
 
     commit_hash: str

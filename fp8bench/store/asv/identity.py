@@ -1,6 +1,6 @@
 """The machine and interpreter under whose names `asv run -E existing` files its results here.
 
-asv draws one line for each set of parameters, so a result of fp8bench is on the line of the user's own asv runs only if
+asv draws one line for each set of parameters, so a result of fp8bench is on the line of the user's asv runs only if
 every value is the same. asv is not imported: that takes a fifth of a second and runs plugins.
 """
 
@@ -44,7 +44,7 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """asv's parameters of a machine, with other facts of its entry (a GPU, say), and asv's name for the interpreter.
+    """asv's parameters of a machine, with other facts of its entry, as a GPU, and asv's name for the interpreter.
 
     `interpreter` is the same for all paths of the interpreter.
     """
@@ -64,7 +64,7 @@ class Identity:
 
     @property
     def params(self) -> dict[str, Scalar | None]:
-        """The facts that asv stores with each result, and tells series apart by."""
+        """The facts that asv stores with each result, and that distinguish series."""
         return {**self.machine, "python": self.python}
 
     def file_name(self, commit: str) -> str:
@@ -94,7 +94,7 @@ def identify(known: Entry | None = None) -> Identity:
 def resolve_interpreter(python: str) -> str:
     """Returns what all paths of an interpreter have in common: its file, and the folder from which it is called.
 
-    The folder counts because it tells virtual environments apart, whose interpreters often are the same file. A path
+    The folder counts because virtual environments often share one interpreter file. A path
     that leads to no file here is returned. Runs name the interpreter themselves; this serves older runs, and paths in
     asv's files, in acknowledgements and in what people type.
     """
@@ -130,7 +130,7 @@ def _usable(entry: object) -> dict[str, Scalar | None] | None:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
     facts = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
-    facts.pop("python", None)  # asv's own word on the interpreter stands in its place
+    facts.pop("python", None)  # asv's name of the interpreter replaces it
     return facts
 
 
@@ -146,7 +146,7 @@ def _entry_of_user(host: str) -> object:
 
 
 def _discover_machine() -> dict[str, Scalar | None]:
-    """Returns what asv finds out by itself; '' for what the system does not say."""
+    """Returns the facts that asv discovers; '' for unknown ones."""
     mac = platform.system() == "Darwin"
     return {
         "machine": platform.node(),
@@ -169,7 +169,7 @@ def _line(path: str, name: str) -> str:
 
 
 def _bytes(size: str) -> str:
-    """Returns '24 kB' as bytes, and what is no number unchanged."""
+    """Returns '24 kB' as bytes; other texts unchanged."""
     number, _, unit = size.partition(" ")
     return str(int(number) * 1024) if number.isdecimal() and unit == "kB" else number
 

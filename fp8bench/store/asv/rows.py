@@ -18,7 +18,7 @@ from typing import Any, cast
 from fp8bench.errors import StoreError
 from fp8bench.model.codec import Malformed
 
-# What asv 0.6 writes, in its order.
+# The columns of asv 0.6, in its order.
 COLUMNS = (
     "result",
     "params",
@@ -36,7 +36,7 @@ COLUMNS = (
 )
 # As in asv's compute_stats.
 _COVERAGE = 0.99
-# The lists of a broken file may multiply to more combinations than fit into memory; nobody measures so many.
+# The lists of a broken file may multiply to more combinations than fit into memory.
 MOST_COMBINATIONS = 100_000
 
 
@@ -128,7 +128,7 @@ def asv_statistics() -> ModuleType:
 def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
     """Returns the value and the statistics that asv makes of samples; (None, None) without any.
 
-    asv's interval divides by zero on some samples (all of them 1e-313, say); those have no interval here.
+    asv's interval divides by zero on some samples, as on values of 1e-313; these have no interval here.
     """
     if not samples:
         return None, None
@@ -164,9 +164,9 @@ def _quartiles(count: int) -> list[tuple[int, float]]:
 
 @lru_cache(maxsize=1024)
 def _ranks(count: int) -> tuple[float, float]:
-    """Returns the places of the ends of asv's interval in sorted samples; infinite where they are too few.
+    """Returns the indices of the ends of asv's interval in sorted samples; infinite if these are too few.
 
-    asv computes them anew for every list of samples, which takes longer than everything else.
+    asv computes them for every list of samples, which takes longer than everything else.
     """
     if not count:
         return -math.inf, math.inf

@@ -68,8 +68,8 @@ def results_of(store: Path) -> Path:
 def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     """Updates the view of a run's commit, and returns a sentence on what happened.
 
-    It waits so many seconds for another writer. It never raises for a fault of the store, because the run is kept and
-    the view can be made again.
+    It waits `timeout` seconds for other writers. Faults of the store are returned and not raised, because the run is
+    stored and the view can be written again.
     """
     # 1. A run that adds nothing to the history changes nothing.
     reason = why_outside_history(run)
@@ -79,7 +79,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
         reason = reason or (tracked.content.why if tracked is not None else nameless)
         reason = reason or "none of its cases is in a declared grid"
         return f"history: {reason}; the run is kept, and asv's view stays as it is"
-    # 2. The run is stored, so a view that cannot be written is no error.
+    # 2. The run is stored, so a failure to write the view is only reported.
     try:
         aside = write_commit(store, tracked, timeout)
     except Fp8benchError as error:
@@ -106,7 +106,7 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
     Raises StoreError if the run would not be in it.
     """
     with lock_folder(store / "asv", timeout):
-        # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
+        # Reading the runs under the lock prevents that a writer that read fewer runs writes after this one.
         home = new_run.identity.home
         runs = [run for run in runs_of_commit(store, new_run.commit) if run.identity.home.is_same(home)]
         tracked = [run for run in runs if run.content.points]
@@ -120,10 +120,10 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
 def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path]) -> Path:
     """Writes the file of runs of one place, oldest first, and asv's lists. The caller holds the lock.
 
-    The oldest run names machine and interpreter if there is no file yet, so that a rebuilt view is the same.
-    Broken files are added to `aside` under their new names.
+    In a new file the oldest run names machine and interpreter, so that a rebuilt view is the same. Broken files are
+    added to `aside` under their new names.
     """
-    asv_statistics()  # before anything is written: without them the view stays as it is
+    asv_statistics()  # before anything is written, so that a failed import leaves the view unchanged
     commit = tracked[0].commit
     identity = _settle_identity(results, tracked[0].identity, aside)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)

@@ -26,7 +26,7 @@ _DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class _Unfit(Exception):
-    """The file is of another version, or a value is not what was written."""
+    """The file has a different version, or a value has changed."""
 
 
 def cache_of(store: Path) -> Path:

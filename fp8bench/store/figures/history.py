@@ -28,9 +28,9 @@ UNKNOWN = ""  # instead of the digest of a suite that is not imported
 
 
 class CommitFigures(NamedTuple):
-    """What the runs of one commit come to: how many are tracked, why others are not, and a table for each place.
+    """The figures of one commit: the number of tracked runs, why other runs are left out, and a table for each place.
 
-    `files` and `grids` are what that was made of: the run files (name, bytes, last change in ns), and for each suite a
+    `files` and `grids` are their sources: the run files (name, bytes, last change in ns), and for each suite a
     digest of its grid.
     """
 
@@ -42,8 +42,8 @@ class CommitFigures(NamedTuple):
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
-    """Opens the history; `observe` is called with the number of runs read so far, from 0 on, and of those to read."""
-    # 1. See which files there are before any is read: one that changes meanwhile is read again the next time.
+    """Opens the history; `observe` is called with the number of runs read, from 0 on, and the number to read."""
+    # 1. List the files before reading any: one that changes meanwhile is read again the next time.
     stored, cached, digest_of = listing(store), _load(store), cache(_digest_of_grid)
     paths = by_commit(stored.files)
     files = {commit: _stamps_of(paths[commit]) for commit in paths}
@@ -91,7 +91,7 @@ def keep_figures(store: Path, run: Path) -> None:
 
 
 def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
-    """Reads the runs of a commit, and caches what they come to."""
+    """Reads the runs of a commit, and caches their figures."""
     files = _stamps_of(paths)
     read = read_runs(paths)
     _cache(store, {commit: _figures_of(read, files)}, _digest_of_grid)

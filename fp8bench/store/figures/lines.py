@@ -25,7 +25,7 @@ Flags = NDArray[np.bool_]
 
 
 def home_of(new_home: Home, homes: list[Home]) -> Home:
-    """Returns the home in the list that is the same; adds this one where there is none."""
+    """Returns the same home from the list, or adds this one."""
     for home in homes:
         if new_home.is_same(home):
             return home

@@ -1,6 +1,6 @@
 """The figures of a commit on one machine as a table: a row of numbers for each series and cell that was measured.
 
-What many figures share is kept once, as `FigureFacts`. Tables of the same series and cells share a layout.
+Shared properties are stored once, as `FigureFacts`. Tables of the same series and cells share a layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = NDArray[np.void]
 
 
 class FigureFacts(NamedTuple):
-    """Everything of a figure but its commit and its numbers."""
+    """All properties of a figure except its commit and its numbers."""
 
     version: str
     runs: int

@@ -1,7 +1,7 @@
-"""Which runs a store has, each once, and finding one of them.
+"""Lists the runs of a store, each once, and finds a run by a word.
 
-A run is known by its id and its content. A copy counts once, whatever its name, folder and line endings; so does a
-beginning of the run, and the longest file counts. Where files of one id say different things, none counts.
+A run is identified by its id and its content. Copies count once, whatever their name, folder and line endings; so do
+beginnings of a run, of which the longest file counts. If files of one id differ, none counts.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def each_once(paths: Iterable[Path]) -> Listing:
     by_id: dict[str, list[Path]] = {}
     for path in files:
         by_id.setdefault(id_of(path), []).append(path)
-    # 2. Of each group one file counts, or none if they differ.
+    # 2. In each group one file counts, or none if they differ.
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
     for group in by_id.values():
@@ -156,7 +156,7 @@ def _length(path: Path) -> tuple[int, int]:
 
 
 def is_beginning(part: bytes, content: bytes) -> bool:
-    """Whether a run file has the first lines of another, or all; its last line may be cut short."""
+    """Whether the lines of `part` are the first lines of `content`, or all; the last one may be cut short."""
     first, lines = _lines(part), _lines(content)
     if len(first) > len(lines):
         return False
@@ -257,7 +257,7 @@ def find_run(word: str, store: Path) -> Path:
     if meant:
         names = ", ".join(path.stem for path in meant[:5])
         raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
-    # 3. No run: say what there is.
+    # 3. No run: name the newest one.
     newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
     message = f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'."
     raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)

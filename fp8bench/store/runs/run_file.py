@@ -78,7 +78,7 @@ def _why_unsound_timing(timing: Timing) -> str:
 
 @dataclass
 class _RunReading:
-    """The values of the lines that were read so far."""
+    """The values of the lines read until now."""
 
     run: Run | None = None
     records: list[Record] = field(default_factory=list)

@@ -257,7 +257,7 @@ def _most(value: float) -> float:
     return float(most)
 
 
-# What a rank sends in a step, and seconds per round of the parts of a step; or why that is unknown.
+# The bytes that a rank sends in a step, and seconds per round of the parts of a step; or why they are unknown.
 StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
 # Prefixes of the environment variables that configure launchers and communication libraries.
 RECORDED = (

@@ -44,7 +44,7 @@ PARTS = ("cast", "gemm", "unattributed")
 
 
 def timing(seconds: float, seed: int, rounds: int = 24, parts: tuple[str, ...] = PARTS) -> Timing:
-    """A step of so many seconds, a tenth of it casts; noise of 1%, upwards only."""
+    """Times of a step of `seconds`, a tenth of it casts; noise adds at most 1%."""
     generator = random.Random(seed)
     shares = {"cast": 0.1, "gemm": 0.8, "unattributed": 0.1}
 
@@ -71,7 +71,7 @@ def record(precision: str, milliseconds: float, seed: int, **changes: object) ->
 def run(
     number: int, bf16: float = 1.0, fp32: float = 2.0, facts: dict[str, object] | None = None, **changes: object
 ) -> Run:
-    """A run whose bf16 takes so many milliseconds; `changes` are of its record."""
+    """A run whose bf16 case takes the given milliseconds; `changes` are fields of its record."""
     records = [record("fp32", fp32, 2 * number), record("bf16", bf16, 2 * number + 1, **changes)]
     environment = Environment({"machine": "box", "torch": "2.13.0", "load_1min": number, **(facts or {})})  # type: ignore[dict-item]
     return run_of(records, id=f"{number:08x}", started=f"2026-01-05T12:{number:02d}:00", environment=environment)
@@ -133,7 +133,7 @@ def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> N
     for metric in ("time", "relative_time"):
         one = of(compared, metric)
         assert one.direction == "cannot tell" and "uneven" in one.labels
-        assert one.why == "the mean over all calls does not confirm what the fastest calls say"
+        assert one.why == "the mean over all calls contradicts the fastest calls"
     assert of(compared, "time", "fp32").labels == ("cross-run",)
 
 
@@ -142,20 +142,20 @@ def test_several_runs_tell_how_far_runs_lie_apart() -> None:
     one = of(compared, "time")
     assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 1e-3
     assert of(compared, "time", "fp32").direction is Direction.SAME
-    # One new run against four old ones: with four others beside them its 5% are no guess.
+    # With only one new and one old run, 5% would be a guess; four old runs settle it.
     before, again = [run(n) for n in range(4)], [run(20, 1.05)]
     assert of(held(before, again), "time").direction is Direction.UNSURE
     beside = side("first look", *(run(n, 1.05) for n in range(5, 9)))
     one = of(compare(side("A", *before), side("again", *again), beside), "time")
     assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 0.01
-    # All times half as much again: the ratio to the reference stays.
+    # All times are 1.5 times as long, so the ratio to the reference is unchanged.
     compared = held([run(n) for n in range(4)], [run(n, 1.5, 3.0) for n in range(5, 9)])
     assert of(compared, "time").direction is Direction.WORSE
     assert of(compared, "relative_time").direction is Direction.SAME
 
 
 def test_neither_more_rounds_nor_other_marks_are_another_time() -> None:
-    # The same noise, 24 rounds against 400: the fastest of 400 lies lower, the ratio stays at 1.
+    # Same noise, 24 rounds against 400: the minimum of 400 is lower, but the ratio must stay 1.
     long = replace(record("bf16", 1.0, 3), timing=timing(1e-3, 3, 400))
     compared = held([run(1)], [replace(run(2), records=(record("fp32", 2.0, 4), long))])
     ratio = of(compared, "time").ratio
@@ -182,8 +182,6 @@ def test_memory_and_errors_are_exact_and_lower_is_better() -> None:
 
 
 def test_energy_is_never_exact() -> None:
-    """A sensor's figure of one run against one other says nothing below 10%, however alike its samples are."""
-
     def joules(number: int, factor: float) -> Run:
         samples = tuple(factor * (1 + 0.001 * place) for place in range(5))
         return run(number, measurements=(Measurement("energy", "J", samples),))
@@ -219,7 +217,7 @@ def test_energy_is_never_exact() -> None:
 def test_exact_values_are_judged_alike_by_compare_and_duel(
     metric: str, before: float, after: float, direction: str, ratio: float | None
 ) -> None:
-    """What differs by more than rounding has changed: a ratio without a width, no chance. From nothing: no ratio."""
+    """A difference beyond rounding counts as a change without an interval; a change from zero has no ratio."""
     values = [(Measurement(metric, "B" if metric == "peak_memory" else "ratio", (one,)),) for one in (before, after)]
     first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
     compared = of(held([run(1, measurements=values[0])], [run(2, measurements=values[1])]), metric)
@@ -240,7 +238,6 @@ def test_a_figure_in_another_unit_is_not_compared() -> None:
 
 
 def test_values_that_vary_within_a_side_are_not_exact() -> None:
-    """Neither runs that differ among themselves, nor samples of a process, let a small difference be a fact."""
     varying = (Measurement("product_error", "ratio", (0.5, 0.501, 0.502)),)
     moved = (Measurement("product_error", "ratio", (0.503, 0.504, 0.505)),)
     first, second = (record("bf16", 1.0, 1, measurements=one) for one in (varying, moved))
@@ -284,7 +281,6 @@ def test_what_is_not_the_same_work() -> None:
 
 
 def test_what_differs_is_said() -> None:
-    """A switch that a side has not recorded, being of an older version, is not known to differ."""
     off, on = (
         {"switch oneDNN": value, "switches_set": text} for value, text in ((False, "oneDNN at False"), (True, None))
     )
@@ -325,7 +321,7 @@ def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[s
         assert one.ratio is not None and one.ratio.point == pytest.approx(8, rel=0.02)
     assert of(compared, "peak_memory").direction is Direction.SAME
     text = " ".join(layout.render(page_of(compared), 120).split())
-    assert f"{next(iter(facts))} was" in text and "times differ, which is no regression: B takes 1.0" in text
+    assert f"{next(iter(facts))} was" in text and "times differ, which is not a regression: B takes 1.0" in text
     assert "x to 8.0" in text and " worse" not in text.partition("verdict:")[0]
 
 
@@ -344,7 +340,7 @@ def test_quick_runs_count_where_there_is_nothing_better() -> None:
 
 
 def test_a_few_rounds_have_no_interval() -> None:
-    """The fastest three of three are all of them, in every resample."""
+    """With three rounds, every resample has the same fastest three."""
     short = timing(2e-3, 5, rounds=3)
     compared = held([run(1, timing=short)], [run(2, timing=short)])
     for one in (of(compared, "time"), of(compared, "relative_time")):
@@ -368,7 +364,7 @@ def test_counts_of_tapes_are_exact_and_name_the_operators_that_changed() -> None
 
 
 def waiting(share: float, milliseconds: float, seed: int) -> Record:
-    """A case whose slots got two thirds of a core, so many of them."""
+    """A case in which this share of the slots got two thirds of a core."""
     one = record("bf16", milliseconds, seed)
     assert one.timing is not None
     slots = tuple(
@@ -404,7 +400,7 @@ def test_what_others_took_of_one_side_alone_is_no_regression(
 
 @for_each(("times", "said"), [(1.3, Direction.UNSURE), (2.0, Direction.WORSE), (0.8, Direction.UNSURE)])
 def test_no_more_than_waiting_explains(times: float, said: Direction) -> None:
-    """Both sides had two thirds of a core in nearly all slots: below 1.5 times nobody knows."""
+    """Both sides got two thirds of a core in nearly all slots, so a change below 1.5 times is undecided."""
     sides = [
         [run_of([record("fp32", 30.0, seed), waiting(share, milliseconds, seed + 5)], id=f"{seed:08x}")]
         for seed, share, milliseconds in ((1, 0.9, 10.0), (2, 1.0, 10.0 * times))

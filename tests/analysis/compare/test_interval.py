@@ -1,4 +1,4 @@
-"""Ratios compare_runs runs: what one run says, what several say, and how often they are wrong."""
+"""Ratios from `compare_runs`: within one run, across several runs, and their error rate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_several_runs_are_held_against_their_spread() -> None:
     interval = expected.confidence_interval(0.99)
     assert (difference.ratio.low, difference.ratio.high) == pytest.approx(tuple(np.exp(interval)), rel=1e-6)
     assert judge_difference(difference)[0] is Direction.WORSE
-    # Four runs with one value each: their spread is 0, that within them is not.
+    # Four runs with one value each: zero spread between runs, but not within them.
     difference = compare_runs(side(*[1.0] * 4, error=0.03), side(*[1.03] * 4, error=0.03))
     assert difference.ratio.low < 1 < difference.ratio.high and difference.p_value is not None
     assert difference.p_value > 0.05
@@ -56,7 +56,7 @@ def test_several_runs_are_held_against_their_spread() -> None:
 
 
 def test_few_runs_are_held_against_each_other_one_by_one() -> None:
-    # Fewer than eight in all: 1.2 over 1.0 and 1.05 lies between 1.14 and 1.2.
+    # Fewer than eight runs: 1.2 against 1.0 and 1.05 gives an interval from 1.14 to 1.2.
     difference = compare_runs(side(1.0, 1.05, error=0.0), side(1.2, error=0.0))
     assert difference.alone
     assert (difference.ratio.low, difference.ratio.high) == (pytest.approx(1.2 / 1.05), pytest.approx(1.2))
@@ -74,7 +74,6 @@ def test_few_runs_are_held_against_each_other_one_by_one() -> None:
 
 @for_each("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
 def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
-    """3% between runs, 0.5% within them: a tenth of p-values lies below 0.1, a hundredth below 0.01."""
     generator = np.random.default_rng(8)
     found = []
     for _ in range(3000):

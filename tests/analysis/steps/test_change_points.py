@@ -24,7 +24,6 @@ def steps_of(values: Values) -> tuple[Step, ...]:
 
 
 def test_a_step_of_5_percent_is_found_soon() -> None:
-    """Of 400 series each; the margin is several times what chance makes of 67% and 93%."""
     for after, least in ((3, 0.5), (5, 0.85)):
         series = noisy(after, 400)
         series[:, -after:] *= 1.05
@@ -40,9 +39,9 @@ def many(series: Floats) -> list[tuple[Step, ...]]:
 
 
 def test_flat_series_rarely_alarm_and_chances_are_no_smaller_than_they_say() -> None:
-    # At most 1% do; of 1,000 series hardly ever 25.
+    # The expected share is at most 1%; 25 of 1,000 is beyond chance.
     assert sum(bool(steps) for steps in many(noisy(0, 1000))) < 25
-    # Of 3,000 flat series about as many have a step with a chance as it says; margins are those of chance.
+    # Of 3,000 flat series, the share with a step matches the stated probability, within chance.
     least = np.array([min((step.p_value for step in steps), default=1.0) for steps in many(noisy(13, 3000))])
     for chance, most in ((0.01, 45), (0.002, 15), (0.0005, 8)):
         assert np.sum(least <= chance) <= most
@@ -82,7 +81,6 @@ def test_where_how_much_how_sure_and_in_both_directions() -> None:
 
 
 def test_ranges_hold_their_places() -> None:
-    """In 95% at least, where there is one step; of 300 hardly ever less than 90%."""
     series = noisy(4, 300)
     series[:, 50:] *= 1.05
     found = [steps[0] for steps in many(series) if len(steps) == 1]
@@ -92,7 +90,6 @@ def test_ranges_hold_their_places() -> None:
 @for_each("place", [0, 20, 45, 57, 58, 59])
 @for_each("factor", [0.5, 1.3, 10.0])
 def test_a_bad_night_is_no_step(place: int, factor: float) -> None:
-    """Anywhere, the last night included: not more than chance makes of 300 series."""
     series = noisy(6, 300)
     series[:, place] *= factor
     assert sum(bool(steps) for steps in many(series)) < 15
@@ -139,7 +136,6 @@ def noise_of(kind: str, random: np.random.Generator, shape: tuple[int, int] = (5
 
 @for_each("kind", ["heavy tails", "bad nights", "one-sided", "a memory"])
 def test_noise_of_other_kinds(kind: str) -> None:
-    """Alarms in a few flat series of a hundred, and not in many; a step of 10% is found all the same."""
     series = np.exp(0.02 * noise_of(kind, np.random.default_rng(11)))
     assert sum(bool(steps) for steps in many(series)) < 40
     series[:, 55:] *= 1.1

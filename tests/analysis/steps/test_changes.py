@@ -1,4 +1,4 @@
-"""Steps of trends as changes: what compares, which commits they lie between, what became of them."""
+"""Steps in trends as changes: which figures compare, which commits enclose them, how they ended."""
 
 from __future__ import annotations
 
@@ -44,18 +44,17 @@ def trend(*figures: Figure, series: Series = SERIES, machine: str = "box") -> Tr
 
 
 def levels(*pieces: tuple[int, float]) -> Trend:
-    """So many commits of each level, which differ by a thousandth from neighbour to neighbour."""
+    """Values of each level for the given number of commits; neighbours differ by 0.1%."""
     values = [level for count, level in pieces for _ in range(count)]
     return trend(*(figure(number, value * (1 + 1e-3 * wobble(number))) for number, value in enumerate(values)))
 
 
 def wobble(number: int) -> float:
-    """Between -1 and 1, without a pattern that matters."""
+    """A deterministic wobble between -1 and 1."""
     return ((number * 7919) % 101 - 50) / 50
 
 
 def only(found: Found) -> Change:
-    """Returns the only change."""
     (change,) = found.changes
     return change
 
@@ -87,7 +86,7 @@ def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_pa
 
 @for_each(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
 def test_little_of_a_relative_loss_matters(metric: str, found: int) -> None:
-    """A third of a percent of any other figure is where code lies. The gate's threshold lets no more through."""
+    """A third of a percent of a time is noise of code layout; of a loss the gate passes no more."""
     series = replace(SERIES, name=f"gemm.Gemm.track_{metric}", metric=metric, unit="x")
     flat = [trend(*(figure(n, 1.0002 if n < 8 else 1.0035) for n in range(11)), series=series)]
     changes = find_changes(flat).changes
@@ -99,7 +98,7 @@ def test_little_of_a_relative_loss_matters(metric: str, found: int) -> None:
 
 
 def by_both(fast: float, mean: float, before: float = 1.0) -> list[Change]:
-    """A step of the fastest calls and one of the mean over all calls, at the same commit."""
+    """The fastest calls and the mean over all calls step at the same commit."""
     of_all = replace(SERIES, name="gemm.Gemm.track_mean_time", metric="mean_time")
     return list(
         find_changes(
@@ -120,7 +119,7 @@ def test_a_mean_that_says_the_same_is_no_news_and_one_that_says_more_is() -> Non
 
 
 def test_a_slow_down_of_some_calls_alarms_by_the_mean() -> None:
-    """The fastest calls became a little faster: that step does not stand. Flat, they say nothing."""
+    """The fastest calls got slightly faster: that step is dropped. If they are flat, they do not count."""
     found = {change.trend.series.metric: change for change in by_both(0.979, 1.32)}
     assert found["time"].state is ChangeState.CONTRADICTED and not found["time"].alarms
     assert found["mean_time"].alarms and found["mean_time"].state is ChangeState.OPEN
@@ -170,7 +169,6 @@ def test_figures_of_other_conditions_hide_no_step() -> None:
 
 
 def test_a_present_that_is_too_short_to_be_looked_at_is_said() -> None:
-    """Nothing is said of 10 commits after a change of torch, of the eleventh on it is."""
     past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
     for count, left in ((10, {TOO_FEW_SINCE: 1}), (11, {})):
         found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
@@ -206,7 +204,6 @@ def states(found: Found) -> list[ChangeState]:
 
 
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
-    """Returns the changes after this one has been acknowledged."""
     ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
     return states(apply_acks(find_changes(now), [ack]))
 
@@ -243,7 +240,6 @@ def test_an_ack_is_of_one_trend_and_direction() -> None:
 
 @for_each(("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)])
 def test_from_nothing_to_something_and_back(before: float, after: float, direction: Direction) -> None:
-    """A share that vanishes: no ratio says it, and it comes before all others; a single night of it is none."""
     values = [before] * 20 + [after] * 4
     values[10] = 0.01
     seen = trend(*(figure(number, value) for number, value in enumerate(values)))
@@ -260,7 +256,6 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
 
 @for_each("broken", [float("nan"), float("inf")])
 def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> None:
-    """By the second commit, however few there are; it is reverted where it is a number again."""
     found = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
     one = only(found).comparison
     assert (
@@ -284,12 +279,11 @@ LAUNCHES = replace(SERIES, name="gemm.Gemm.track_launches", metric="launches", u
 
 
 def counts(*values: float) -> Found:
-    """Returns the changes of launches, one count a commit."""
+    """The changes of launch counts, one count per commit."""
     return find_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
 
 
 def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
-    """One launch more in a million, at the second commit; an ack holds for that count alone."""
     found = counts(1_000_000, 1_000_001)
     change, one = only(found), only(found).comparison
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
@@ -306,12 +300,12 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
 @for_each(
     ("values", "states"),
     [
-        ((9, 6, 6), [(False, ChangeState.OPEN)]),  # fewer launches are another step, too
+        ((9, 6, 6), [(False, ChangeState.OPEN)]),  # fewer launches are a separate step
         ((0, 6), [(True, ChangeState.OPEN)]),
         ((6, 0), [(False, ChangeState.OPEN)]),
         ((6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
         ((0, 9, 0), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
-        # Fused, and fallen apart again.
+        # Launches are fused, then split again.
         ((9, 6, 9), [(True, ChangeState.OPEN), (False, ChangeState.REVERTED)]),
         ((9, 6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
     ],

@@ -144,7 +144,7 @@ def test_history_merge(fp8bench: Say, anew: Anew) -> Told:
 
 
 def test_a_folder_that_may_not_be_read_is_said(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its runs are left out, which differs from having none."""
+    """A message names the left-out runs; the store does not look empty."""
     history(store, 1.0)
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
     words = "fp8bench: .fp8bench/runs/box may not be read, so that its runs are left out\n"
@@ -159,7 +159,7 @@ def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
     say("rebuild")
     torn = store / "asv" / "results" / "box" / "00000000-x.json"
     torn.write_text("{")
-    os.utime(torn, (1, 1))  # what was changed lately may be in the middle of being written
+    os.utime(torn, (1, 1))  # a recently changed file may still be being written
     (store / "runs" / "box" / "a.jsonl").write_text("?")
     before = tree(store)
     for words in (["list"], ["list", "--runs"], ["show", "track_time(bf16"], ["verify"]):
@@ -174,7 +174,10 @@ def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.Monk
 
 
 def test_rebuild(store: Path, say: Say) -> None:
-    """After the folder was deleted, the same files are made again; a dirty run is named, and is in none."""
+    """After the folder was deleted, the same files are written.
+
+    A run with uncommitted changes is named and left out.
+    """
     history(store, 1.0, 1.1)
     keep(store, run_at(5, facts={"dirty": True}))
     code, out, err = say("rebuild")
@@ -198,7 +201,7 @@ def test_a_suite_of_ones_own_is_imported(store: Path, say: Say, monkeypatch: pyt
         "class Mine(Gemm):\n    name = 'mine'\n"
     )
     assert "--import its module" in say("list")[1]
-    workloads.names()  # all of them are there before one is added
+    workloads.names()  # all are present before the next is added
     monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
     code, out, _ = say("list", "mine.Mine", "--import", "./mine.py")
     assert code == 0 and "mine.Mine.track_time(bf16, 512)" in out

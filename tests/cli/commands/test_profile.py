@@ -124,7 +124,7 @@ def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_
 
 
 def test_steps_that_are_not_alike_are_said_to_be(makers: str, fp8bench: Say, short_slots: None) -> None:
-    """Every second call takes another branch."""
+    """Every second call takes a different branch."""
     words = ("--dtypes", "bf16", "--rounds", "2", "--no-report", "--no-isolation", "--no-energy")
     assert fp8bench("profile", f"{makers}:alternating", *words)[0] == 0
     whole = fp8bench("show", "last", "--all")[1]
@@ -135,7 +135,7 @@ def test_steps_that_are_not_alike_are_said_to_be(makers: str, fp8bench: Say, sho
     assert "(one draw)" in whole
 
 
-# Their words, and what is said. The first ones always run.
+# Command-line words and expected output. The first rows always run.
 WRONG = [
     (["{}:complex_numbers"], "its parameter weight is complex64, but casts, optimizers and errors need real"),
     (["{}:fails"], "fails in forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),

@@ -15,7 +15,7 @@ from tests.told_before import Told, as_before
 
 SERIES = "gemm.Gemm.track_time(bf16, 512)"
 ALL = "*bf16*"
-# How the times of 30 commits differ by nothing that matters.
+# Relative times of 30 commits that differ by noise.
 WOBBLE = [1 + 2e-3 * ((number * 7919) % 101 - 50) / 50 for number in range(60)]
 
 

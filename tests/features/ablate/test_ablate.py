@@ -1,4 +1,4 @@
-"""Planted costs of options come out, additive ones as additive, others as interacting."""
+"""Planted costs of options are recovered: additive ones as additive, others as interacting."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def additive(options: Sequence[str]) -> float:
 
 
 def interacting(options: Sequence[str]) -> float:
-    """`b` works only beside `a`."""
+    """`b` has an effect only together with `a`."""
     return additive([name for name in options if name != "b" or "a" in options])
 
 
 def ablation(cost: Callable[[Sequence[str]], float], seed: int = 0, rounds: int = 60) -> Ablation:
-    """Rounds that share what a machine does to all of a round, and what it does to each slot."""
+    """Rounds with noise per round and noise per slot."""
     draw = np.random.default_rng(seed)
     common = 1 + 0.02 * draw.gamma(1.0, size=rounds)
     arms = []
@@ -55,7 +55,7 @@ def holds(interval: Interval | None, truth: float) -> bool:
     return interval.low <= truth <= interval.high
 
 
-def test_arms_are_three_times_the_options_less_one() -> None:
+def test_each_option_is_measured_alone_and_left_out() -> None:
     assert [len(list(arms_of("abcd"[:count]))) for count in (2, 3, 4)] == [4, 8, 11]
     assert next(arms_of(NAMES)) == () and len(set(arms_of(NAMES))) == 8
 
@@ -71,23 +71,18 @@ def test_arms_are_three_times_the_options_less_one() -> None:
 def test_a_named_option_sets_its_axis_alone(
     suite: str, options: tuple[str, ...], axis: str, values: tuple[str | None, ...]
 ) -> None:
-    """Its arms differ in it and in nothing else; with the precision it makes four. What is usual is not said."""
     axes = {"vision": (("model", ("resnet",)),), "decode": (("size", ("nano",)), ("context", ("64",)))}
     request = Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ()))
     arms = planned_arms(request, options_of(suite, options, CPU), (CPU,), None)
-    assert [(dict(arm.case.params).get(axis), arm.case.precision) for arm in arms.values()] == [
-        (value, precision) for precision in ("fp32", "bf16") for value in values
-    ]
-    assert len({tuple(pair for pair in arm.case.params if pair[0] != axis) for arm in arms.values()}) == 1
+    params = [dict(arm.case.params) for arm in arms.values()]
+    found = [(arm.case.precision, one.pop(axis, None)) for arm, one in zip(arms.values(), params, strict=True)]
+    assert found == [("fp32", value) for value in values] + [("bf16", value) for value in values]
+    assert all(one == params[0] for one in params)
     with pytest.raises(UnknownName, match=options[0]):
         options_of("gemm", options, CPU)
 
 
 def test_additive_costs_come_out_additive() -> None:
-    """40 savings of additive costs, of which every one lies within its interval, whichever way it is asked for.
-
-    The fastest of rounds are slower than the cost by what no round was without, by the same share for all.
-    """
     inside = calls = 0
     for seed in range(14):
         known = ablation(additive, seed)
@@ -106,7 +101,7 @@ def test_an_ablation_is_read_back_and_has_a_row_for_each_arm() -> None:
     assert set(value_of(known)["saved"]["options"]) == set(NAMES)
 
 
-def test_options_that_need_one_another_come_out_so() -> None:
+def test_options_that_need_one_another_are_reported_as_interacting() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
         savings = Savings(known)
@@ -116,8 +111,7 @@ def test_options_that_need_one_another_come_out_so() -> None:
         assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
 
 
-def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:
-    """Emulated arms; and none at all, where the first one has none."""
+def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
     known = ablation(additive)
     emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
     low = replace(known, arms=tuple(emulated))
@@ -128,14 +122,14 @@ def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:
     for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
         none = replace(known, arms=(first, *known.arms[1:]))
         (told,) = sentences(none)
-        assert told.startswith("nothing can be said of speed") and Savings(none).alone("a") is None
+        assert told.startswith("speed is unknown") and Savings(none).alone("a") is None
 
 
 CLAIM = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 
 
 def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = CLAIM, rounds: int = 60) -> Ablation:
-    """An ablation of a precision and axes, which together make a step so many times as fast."""
+    """An ablation of a precision and axes that together make a step `times` as fast."""
     known = ablation(lambda chosen: 10e-3 / (times if chosen == NAMES else 1.0), rounds=rounds)
     options = [AblatedOption(precision, precision=precision)]
     options += [AblatedOption(f"{axis}={value}", axis=axis, on=value) for axis, value in axes.items()]
@@ -151,12 +145,12 @@ def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = 
         (claimed(), "refuted here"),
         (claimed(5.0), "reached here"),
         (claimed(3.0), "not decided here"),
-        # Without one of its options, or with another precision, nothing is said of the claim.
+        # Without one of its options, or with another precision, the claim is not judged.
         (claimed(precision="bf16"), ""),
         (claimed(precision="bf16", axes={"checkpointing": "blocks"}), ""),
         *((claimed(axes={**CLAIM, missing: "no"}), "") for missing in CLAIM),
         (claimed(axes={**CLAIM, "attention": "math"}), ""),
-        # Nor by disturbed rounds, by few of them, without a copy that shows the noise, or by an emulation.
+        # Nor with disturbed or few rounds, without a control, or emulated.
         (replace(claimed(), arms=tuple(replace(arm, labels=("noisy",)) for arm in claimed().arms)), ""),
         (claimed(rounds=10), ""),
         (replace(claimed(), control=()), ""),
@@ -168,8 +162,8 @@ def test_the_quoted_speed_up_is_judged_by_its_own_options_only(known: Ablation, 
     assert len(said) == bool(judged) and all(sentence.endswith(judged) for sentence in said)
 
 
-def test_no_word_within_the_noise_floor() -> None:
-    """Identical code that differs by 30% here: a fifth faster is nothing."""
+def test_a_saving_within_the_noise_floor_is_not_claimed() -> None:
+    """Identical code differs by 30% here, so a fifth faster is not evidence."""
     known = ablation(lambda options: 10e-3 * (1.2 if options == NAMES else 1.0))
     assert ": slower" in next(iter(sentences(known)))
     loud = replace(known, control=tuple(1.3 * seconds for seconds in known.control))
@@ -188,7 +182,7 @@ def test_no_word_within_the_noise_floor() -> None:
         ("nothing --options bf16,compile", "unknown suite 'nothing'"),
     ],
 )
-def test_what_cannot_be_meant_is_a_sentence(words: str, says: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(words: str, says: str, fp8bench: Say, tmp_path: Path) -> None:
     code, out, err = fp8bench("ablate", *words.split(), "--no-isolation", "--store", str(tmp_path / "store"))
     assert (code, out) == (2, "") and says in unfolded(err)
     assert not (tmp_path / "store" / "ablations").exists()
@@ -234,8 +228,7 @@ def ablated(fp8bench: Say, folder: Path, body: str, rounds: int, *more: str) -> 
     return json.loads(out)
 
 
-def test_a_file_is_its_suite(fp8bench: Say, tmp_path: Path) -> None:
-    """As in `list FILE` and `suite FILE`; a file with two suites is refused, and says how to name one of them."""
+def test_a_file_is_accepted_in_place_of_its_suite(fp8bench: Say, tmp_path: Path) -> None:
     assert ablated(fp8bench, tmp_path, WAITS, 1, "--no-isolation")["suite"] == "planted"
     two = tmp_path / "two.py"
     two.write_text(SUITE.replace("BODY", SKIPS) + adding_up("second", 1))
@@ -255,7 +248,6 @@ def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
-    """The second option works only beside the first: by a real run, of waiting shorter than a system's turns."""
     saved, half = ablated(fp8bench, tmp_path, WAITS, 24)["saved"]["options"], 0.15e-3
     assert saved["first=yes"]["alone"]["point"] > half > saved["second=yes"]["alone"]["point"]
     assert saved["second=yes"]["cumulative"]["point"] > half
@@ -267,7 +259,6 @@ def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_static_cache_and_a_fused_optimizer_are_measured(fp8bench: Say, tmp_path: Path) -> None:
-    """Without them a cache is copied in each step, and the optimizer takes several kernels."""
     for words in ("decode --options static-kv,batch=2", "transformer --options fused-optimizer,checkpointing"):
         more = ("--reference", "fp32", "--rounds", "2", "--json", "--store", str(tmp_path / "store"))
         code, out, err = fp8bench("ablate", *words.split(), *more)

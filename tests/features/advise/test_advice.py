@@ -49,7 +49,7 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
     ("rule", "records", "wanted"),
     [
         ("amdahl", group(fp8=FP8), Met.YES),
-        # Of an emulation nobody knows how fast products are, and 5% of a step are too few in any case.
+        # An emulation does not show how fast products are, and 5% of a step is too little anyway.
         ("amdahl", group(bf16=TINY, level=Level.EMULATED, fp8=TINY), Met.NO),
         ("amdahl", group(level=Level.EMULATED, fp8=FP8), Met.UNKNOWN),
         # A compiled step has no phase of casts.
@@ -67,15 +67,15 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
         ),
     ],
 )
-def test_one_group_by_one_rule(rule: str, records: list[Record], wanted: Met) -> None:
+def test_each_rule_gives_its_advice(rule: str, records: list[Record], wanted: Met) -> None:
     assert met(rule, records) is wanted
 
 
 def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
-    """Products are 60% of 10 ms there, and 40% of 7.5 ms with casts of 10%: an estimate, which bounds nothing."""
+    """Products take 60% of 10 ms there, and 40% of 7.5 ms with 10% casts: an estimate, so no bound."""
     looked = [
-        Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0)
-        for parts in (((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))
+        Shares((Share(ShareKind.GEMM, "", False, 0.6, 1),), 1.0),
+        Shares((Share(ShareKind.GEMM, "", False, 0.4, 1), Share(ShareKind.CAST, "", False, 0.1, 1)), 1.0),
     ]
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
     records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
@@ -90,7 +90,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
 
 
-def test_what_would_measure_a_profile_is_a_profile() -> None:
+def test_the_suggested_command_of_a_profile_is_a_profile() -> None:
     make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
     forward = {**make, "pass": "forward", "optimizer": "none"}
     training = group(make, workload="model", fp8=FP8)
@@ -105,8 +105,7 @@ def holder(name: str, kind: str, flops: int, converted: bool = True) -> Holder:
     return Holder(name, kind, (8, 8), (), flops, 1, converted, "" if converted else "no product of ours for it")
 
 
-def test_coverage() -> None:
-    """A mixture of experts of which only linear layers are converted."""
+def test_the_converted_share_of_a_model_is_reported() -> None:
     coverage = Coverage(
         (holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)), flops=100
     )
@@ -130,7 +129,7 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
 
 
 def study(*gaps: float) -> Study:
-    """Losses of candidates, so much above the reference's of 2.0: all layers low, then with the head left high."""
+    """Losses of candidates, relative to the reference's 2.0: all layers low, then with a high head."""
     maps = ((), (("head", "bf16"),), (("head", "bf16"), ("blocks.0", "bf16")))
     low = (("blocks.0.mlp", "head"), ("blocks.0.mlp",), ())
     made = [LayerTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)]
@@ -159,9 +158,9 @@ def study(*gaps: float) -> Study:
 
 
 @for_each(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
-def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
+def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], wanted: Met) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is wanted
-    if len(gaps) > 1:  # with the map that the study found, the case bears it
+    if len(gaps) > 1:  # with the study's map, the case is within the tolerance
         mapped = group(fp8=FP8)
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
         bears = next(each for each in advise(mapped, studies=(study(*gaps),)).answers if each.rule == "layers")
@@ -176,7 +175,6 @@ ADOPT, ROUTE, NOTHING = AdviceKind
 
 
 def test_a_step_that_gains_is_adopted() -> None:
-    """7.6 ms instead of 10, with its rows, and what is not known."""
     advice = only(advise(group(fp8=FP8)), ADOPT)
     assert advice.gain is not None and advice.gain.point == pytest.approx(10 / 7.6, rel=1e-3)
     assert advice.recipe == "--dtypes bf16,fp8"
@@ -220,11 +218,11 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
             "not surely the 10% that are worth it; do its products take enough of the step: no, 10% of",
         ),
         (BF16, {**FP8, "cast": 4000}, "casts", 0.909, "keep bf16: fp8 takes 10% longer (0.909x); do casts leave what"),
-        # The optimizer, which no product is, took three quarters of the time less.
+        # The optimizer, which has no products, saved three quarters of its time.
         (BF16, {"optimizer_step": 100, "elementwise": 100, "gemm": 2000, "cast": 1}, "amdahl", None, "is not alike"),
     ],
 )
-def test_why_nothing_is_done(
+def test_advice_to_do_nothing_has_a_reason(
     bf16: dict[str, int], fp8: dict[str, int], rule: str, gain: float | None, words: str
 ) -> None:
     advice = only(advise(group(bf16=bf16, fp8=fp8)), NOTHING)
@@ -232,8 +230,7 @@ def test_why_nothing_is_done(
     assert (advice.gain and advice.gain.point) == (gain and pytest.approx(gain, abs=2e-3))
 
 
-def test_what_is_worth_it_is_a_persons_own_choice() -> None:
-    """A gain of 32% against thresholds; without a verdict the speed is not known."""
+def test_thresholds_decide_what_is_worth_adopting() -> None:
     only(advise(group(fp8=FP8), least=0.3), ADOPT)
     only(advise(group(fp8=FP8), least=0.4), NOTHING)
     made = basis(group(fp8=FP8))
@@ -244,7 +241,6 @@ def test_what_is_worth_it_is_a_persons_own_choice() -> None:
 
 
 def test_an_emulated_precision_has_no_advice_on_speed() -> None:
-    """However fast it seems; one piece of advice for several settings."""
     quick = {**BF16, "gemm": 1}
     (advice,) = advise(*(group({**NANO, "batch": batch}, level=Level.EMULATED, fp8=quick) for batch in (1, 2))).advice
     assert (advice.kind, advice.rule, advice.gain, advice.recipe) == (NOTHING, "native", None, "")
@@ -253,8 +249,10 @@ def test_an_emulated_precision_has_no_advice_on_speed() -> None:
 
 @for_each("micros", [9000, 5000])
 def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: int) -> None:
-    """Products are 7% of it, by the pass that looked: at most 1.075x, and a step in half the time is not believed.
-    One of 1.085x is within what a look may err by."""
+    """Products are 7% in the profiling pass, so the limit is 1.075x and half the time is not believed.
+
+    1.085x is within the pass's error.
+    """
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
     looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
     bound = bound_of(basis([looked, case]).cases[0])
@@ -264,8 +262,7 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
     only(advise([looked, record("fp8", {"unattributed": 9217})], least=0.05), ADOPT)
 
 
-def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
-    """Of the case and of its reference; remarks cast no doubt."""
+def test_labels_are_named_in_advice_that_depends_on_these_times() -> None:
     made = basis(group(fp8={**BF16, "cast": 100}))
     reference, case = made.findings
     labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
@@ -276,15 +273,14 @@ def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
 
 
 def test_layers_that_a_study_found_stay_high() -> None:
-    """With the map that kept the loss."""
     advice = only(advise(group(fp8=FP8), studies=(study(0.1, 0.005),)), ROUTE)
     assert "--precision-map head=bf16" in advice.recipe and advice.sentence.endswith(": --precision-map head=bf16")
     assert "leave head in bf16 with fp8; the loss is then +0.5% instead of +10.0%" in advice.sentence
     assert all(advice.kind is not ROUTE for advice in advise(group(fp8=FP8), studies=(study(0.001),)).advice)
 
 
-def test_a_map_that_says_nothing_is_told_by_what_stays_high() -> None:
-    """A suite leaves its head high without a map: the map of all other layers is empty."""
+def test_an_empty_map_is_described_by_its_high_layers() -> None:
+    """A suite keeps its head high without a map, so the map of all other layers is empty."""
     low, high = study(0.1, 0.005).candidates
     made = replace(low, precision_map=(("head", "fp8"),)), replace(high, precision_map=())
     records = group(fp8=FP8)
@@ -305,7 +301,6 @@ steps = st.fixed_dictionaries({"gemm": times, "optimizer_step": times, "elementw
 def test_no_advice_is_above_amdahls_bound(
     bf16: dict[str, int], fp8: dict[str, int], cast: int, emulated: bool, least: float
 ) -> None:
-    """Nor is there any on the speed of an emulation; every adoption names rows and a recipe."""
     level = Level.EMULATED if emulated else Level.NATIVE
     made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
     found = advise_on(made)
@@ -323,7 +318,7 @@ def test_no_advice_is_above_amdahls_bound(
 
 
 def trained(gap: float) -> JudgedTraining:
-    """fp8 whose loss lies above bf16's by that share, in five seeds."""
+    """fp8 with a loss above bf16's by that share, in five seeds."""
     found = lines({"fp8": [gap + off for off in (0.0001, -0.0001, 0.0002, -0.0002, 0.0)]})
     return JudgedTraining(KeptTraining(training(), tuple(found), True, "x/steps.jsonl"))
 
@@ -342,7 +337,6 @@ def test_what_a_training_says_of_the_loss_decides() -> None:
 
 @for_each(("count", "items"), [(3, 3), (5, 1)])
 def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int) -> None:
-    """With how many are alike, and the least speed of them; a few are told each by itself."""
     slow = {**FP8, "gemm": 9000}
     groups = [group({**NANO, "batch": number}, fp8={**slow, "cast": 600 * number}) for number in range(1, count + 1)]
     told = sentences(advise(*groups))
@@ -350,8 +344,7 @@ def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int
     assert ("the like in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
 
 
-def test_other_reasons_are_other_advice() -> None:
-    """What failed is not like what has a doubtful label, and results that are not finite are an answer."""
+def test_different_reasons_give_separate_advice() -> None:
     reasons = ("out of memory (8 GiB)", "its state is not finite: 2 of 9", "no kernel", "labelled no-work (of 3)")
     groups = [group({**NANO, "batch": number}, fp8=FP8) for number in range(1, 5)]
     for records, reason in zip(groups, reasons, strict=True):
@@ -376,8 +369,7 @@ def test_a_range_is_not_told_as_an_interval(level: float, words: str) -> None:
     assert gain_text(gain) == words
 
 
-def test_of_several_settings_what_most_say() -> None:
-    """With how many do, and at which one the figure is; parameters that all share are left out."""
+def test_advice_for_several_settings_follows_the_majority() -> None:
     sizes = [
         group({**NANO, "batch": batch}, fp8={**FP8, "cast": cast}) for batch, cast in ((1, 4000), (2, 600), (4, 500))
     ]

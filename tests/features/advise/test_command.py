@@ -12,8 +12,7 @@ from tests.features.advise.test_advice import study
 from tests.kept import keep
 
 
-def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
-    """A route comes with its map."""
+def test_advice_uses_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     keep(run(group(fp8=FP8)), store)
     code, _, err = fp8bench("advise", "last", "--training", "last")
     assert code == 2 and "no training 'last'" in err
@@ -21,7 +20,7 @@ def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     (store / "sensitivity" / "torn.json").write_text("{")
     code, out, _ = fp8bench("advise", "last", "--md", "advice.md")
     told = "".join(out.split())
-    assert code == 0 and "torn.jsonisnostudy" in told and "--precision-maphead=bf16" in told
+    assert code == 0 and "torn.jsonisnotastudy" in told and "--precision-maphead=bf16" in told
     assert "Does this device multiply in it? | ▲ yes |" in Path("advice.md").read_text()
 
 
@@ -40,6 +39,6 @@ def test_commands_that_measure_more_need_the_store_of_the_run(store: Path, tmp_p
         (["last", "--least", "100"], "a percentage"),
     ],
 )
-def test_bad_words(words: list[str], error: str, store: Path, fp8bench: Say) -> None:
+def test_bad_arguments_are_refused(words: list[str], error: str, store: Path, fp8bench: Say) -> None:
     code, _, err = fp8bench("advise", *words)
     assert code == 2 and error in err

@@ -47,8 +47,7 @@ def only(given: ServingAnswer) -> Advice:
     return advice
 
 
-def test_a_gain_that_spoils_predictions_is_none() -> None:
-    """3% of perplexity; of random weights nobody knows."""
+def test_a_speed_up_that_spoils_predictions_is_not_advised() -> None:
     known = answer().quality
     assert known is not None
     spoiled = replace(known, arms=(quality(2e-2, 0.03), known.arms[1]))
@@ -90,13 +89,14 @@ def test_a_gain_that_spoils_predictions_is_none() -> None:
         ),
     ],
 )
-def test_contexts(times: ArmTimes, kind: AdviceKind, words: str) -> None:
+def test_advice_names_the_contexts_that_gain(times: ArmTimes, kind: AdviceKind, words: str) -> None:
     advice = only(answer(times=(ArmTimes(LEAD), times)))
     assert advice.kind is kind and words in advice.sentence, advice.sentence
 
 
-def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers that name the run, and no other's; a line that is broken is told."""
+def test_advice_on_serving_comes_first_and_is_read_from_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crossing = ContextCrossing(700.0, 650.0, 760.0, (True, False))
     times = (ArmTimes(LEAD), ArmTimes(FP8_KV, crossing=crossing))
     whole = answer(times=times, experts=2.5)
@@ -115,7 +115,7 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_from_infer_to_advice(fp8bench: Say, store: Path) -> None:
+def test_a_stored_infer_run_gives_advice(fp8bench: Say, store: Path) -> None:
     few = ("infer", "--quick", "--size", "nano-python", "--tokens", "256", "--arms", "kv=fp8,weights=int8")
     code, _, err = fp8bench(*few)
     assert code == 0, err

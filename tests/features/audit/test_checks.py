@@ -25,14 +25,14 @@ from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from tests.counts import for_each
 
 BY_NAME = {check.name: check for check in CHECKS}
-# The checks of speed and sizes take seconds: of two lies and one honest kernel it is enough.
+# Checks of speed and sizes take seconds, so only two lies and one honest kernel run them.
 UNTIMED = tuple(check for check in CHECKS if check.name not in ("speed", "sizes"))
 TIMED = ("nothing beyond a size", "no product of zeros", "emulated fp8")
 QUICK = ("an infinity of the second operand is zero",)
 
 
 def marked(kernels: Sequence[Kernel]) -> list[ParameterSet]:
-    """Marks every twelfth as slow and the others as nightly, but for the quick ones."""
+    """Marks every twelfth row slow and the others nightly, except quick ones."""
     slow = [kernel.name for kernel in kernels if kernel.name not in QUICK][::12]
     marks = {True: pytest.mark.slow, False: pytest.mark.nightly}
     return [
@@ -51,7 +51,7 @@ _BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 _FP8 = signed("product", "fp8")
 
 
-def test_what_torch_sees_of_a_call() -> None:
+def test_operators_of_a_call_are_recorded() -> None:
     a, b = torch.randn(8, 16), torch.randn(4, 16)
     assert work_of(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
     work = work_of(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
@@ -66,7 +66,7 @@ def test_what_torch_sees_of_a_call() -> None:
         *((honest, "-") for honest in ("emulated fp8", "a linear layer")),
     ],
 )
-def test_work_that_is_not_done(name: str, code: str) -> None:
+def test_missing_work_is_reported(name: str, code: str) -> None:
     assert codes_of(result_of(_BY_NAME[name], "cpu", [BY_NAME["work"]])) == code
 
 
@@ -77,7 +77,7 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
         (0.5e12, known, "fp8", 2.5 * 8e12),
         (0.5e12, known, "bf16", 2.5 * 4e12),
         (0.5e12, Ceilings(), "bf16", 8 * 0.5e12),
-        (9e12, known, "fp8", 2.5 * 9e12),  # what was done here can be done
+        (9e12, known, "fp8", 2.5 * 9e12),  # operations supported on this machine
     ):
         monkeypatch.setattr(times, "_product", lambda *_, here=here: here)
         monkeypatch.setattr(times, "_copy", lambda *_: 1e12)
@@ -96,7 +96,7 @@ def test_a_mistake_that_many_calls_show_is_told_once(name: str, check: str) -> N
 
 @pytest.mark.slow
 def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in for a stream sees what lies in the inputs when the stream is taken."""
+    """The fake stream compares the inputs at the time the stream is requested."""
     stream = {"early": False}
 
     @contextmanager

@@ -70,15 +70,14 @@ def kernels(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_one_that_keeps_its_promise(kernels: str, fp8bench: Say) -> None:
+def test_a_kernel_that_keeps_its_promise_passes(kernels: str, fp8bench: Say) -> None:
     code, out, _ = fp8bench("audit", f"{kernels}:wide")
     assert code == 0 and "\nPASS: " in out[:400] and "printed by a kernel" not in out
     assert len(out.splitlines()) <= 20
 
 
 @pytest.mark.slow
-def test_one_that_does_not(kernels: str, fp8bench: Say) -> None:
-    """With its code, the smallest input and both errors."""
+def test_a_kernel_that_breaks_its_promise_fails(kernels: str, fp8bench: Say) -> None:
     code, out, _ = fp8bench("audit", f"{kernels}:fallback", "--json")
     told = json.loads(out)
     first = told["findings"][0]
@@ -88,7 +87,7 @@ def test_one_that_does_not(kernels: str, fp8bench: Say) -> None:
 
 
 @for_each("words", ["--kind product", "--second kn", "--causal", "--multiple 16", "--takes codes"])
-def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str, words: str, fp8bench: Say) -> None:
+def test_options_without_effect_on_a_declared_kernel_are_refused(kernels: str, words: str, fp8bench: Say) -> None:
     code, _, err = fp8bench("audit", f"{kernels}:wide", *words.split())
     told = "without --precision" if "--kind" in words else "go with --kind and --precision"
     assert code == 2 and told in " ".join(err.split())
@@ -113,7 +112,9 @@ def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str,
         ("{}:crash --kind product --precision mxfp6 --takes codes", 2, "torch has no dtype for mxfp6's codes"),
     ],
 )
-def test_what_cannot_be_audited_is_a_sentence(kernels: str, words: str, code: int, told: str, fp8bench: Say) -> None:
+def test_targets_that_cannot_be_audited_give_a_message(
+    kernels: str, words: str, code: int, told: str, fp8bench: Say
+) -> None:
     ended, out, err = fp8bench("audit", *(word.format(kernels) for word in words.split()))
     assert ended == code and told in " ".join((out + err).split()) and ("CANNOT TELL" in out) == (code == 4)
 
@@ -130,7 +131,7 @@ def test_what_cannot_be_audited_is_a_sentence(kernels: str, words: str, code: in
         ({"causal": True}, "a product cannot be causal"),
     ],
 )
-def test_a_signature_that_cannot_be(given: dict[str, Any], sentence: str) -> None:
+def test_an_impossible_signature_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         signed(**{"kind": "product", "precision": "fp8", **given})
 

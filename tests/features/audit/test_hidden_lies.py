@@ -54,7 +54,7 @@ def test_a_lie_that_hides_fails(kernel: Kernel, seed: int) -> None:
         ("a result of a subclass", "odd shapes", "-"),
     ],
 )
-def test_one_check_sees_it(name: str, check: str, code: str) -> None:
+def test_each_hidden_lie_is_found_by_its_check(name: str, check: str, code: str) -> None:
     assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME[check]])).split(", ")[0] == code
 
 
@@ -68,7 +68,7 @@ def test_one_check_sees_it(name: str, check: str, code: str) -> None:
         ("another order of sums each time", "-"),
     ],
 )
-def test_many_calls_show_it(name: str, code: str) -> None:
+def test_rare_lies_are_found_by_many_calls(name: str, code: str) -> None:
     assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME["memory"]])).split(", ")[0] == code
 
 
@@ -106,7 +106,6 @@ def test_sizes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that does not compute as soon as it is timed."""
     monkeypatch.setattr(times, "_LARGEST", 1)
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
@@ -129,14 +128,14 @@ def _auditor(function: Callable[..., Tensor], kind: type[KernelHost] = KernelHos
     return Auditor(SUBJECTS[AuditKind.PRODUCT](kind(function, _FP8, CPU), _FP8, CPU), 0)
 
 
-def test_a_clock_that_says_less_than_passed_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_runs_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
     class Wrong(KernelHost):
         def measure_calls(self, slots: object) -> list[tuple[float, float]]:
             return [(seconds / 50, used) for seconds, used in super().measure_calls(slots)]  # type: ignore[arg-type]
 
-    shape = Shape(1024, 1024, 1024)  # long beside the way to the kernel and back
+    shape = Shape(1024, 1024, 1024)  # long compared with reaching the kernel and returning
     assert times._time_calls(_auditor(product, Wrong), shape, judged=0).wrong_clock
     assert not times._time_calls(_auditor(product), shape, judged=0).wrong_clock
 
@@ -150,7 +149,6 @@ def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: 
 
 
 def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By stand-ins for a GPU's cache and streams: the order in which a timed call uses them."""
     order: list[str] = []
     kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))

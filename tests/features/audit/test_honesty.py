@@ -1,4 +1,4 @@
-"""What honest casts may do otherwise, what gains are, and honest kernels at another seed."""
+"""Valid variations of casts, what counts as a gain, and honest kernels at a second seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER_WAYS = ("ties away from zero", "the reciprocal of a scale")
 
 @pytest.mark.slow
 @for_each("row", [row for row in HONEST if row.name in OTHER_WAYS], ids=lambda row: row.name)
-def test_another_way_to_be_honest_is_a_remark(row: Kernel) -> None:
+def test_honest_variants_get_a_remark_only(row: Kernel) -> None:
     codes = codes_of(
         run_checks(row.name, KernelHost(row.made(), row.signature, CPU), row.signature, CPU, 1, QUICK_CHECKS)
     )
@@ -50,7 +50,7 @@ def test_a_gain_is_told_by_its_size(gain: float) -> None:
 
 
 def test_a_mistake_that_one_input_alone_shows_is_not_named() -> None:
-    """Right but for the first call, which is twice as large: it is wrong, and nobody says that it is a factor."""
+    """Only the first call is wrong, by a factor of 2: it fails, without a diagnosis of a wrong factor."""
     calls: list[int] = []
 
     def twice_at_first(a: Tensor, b: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_mistake_that_one_input_alone_shows_is_not_named() -> None:
     assert judged(twice_at_first, Shape(64, 96, 256))[0] == "wrong-values"
 
 
-def test_nothing_is_named_of_few_results() -> None:
+def test_few_results_give_no_diagnosis() -> None:
     assert judged(lambda a, b: a @ b.t(), Shape(1, 1, 16))[0] in ("", "other-rounding")
     assert judged(lambda a, b: 30 * a @ b.t(), Shape(1, 1, 16))[0] == "wrong-values"
 
@@ -76,7 +76,6 @@ def test_casts_that_lose_nothing_excuse_no_sum() -> None:
 
 
 def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
-    """To the bit as its units make them; a factor that they would not make is none of theirs."""
     treatment = promise_of("fp8", CPU).treatments[0]
     a, b = (
         round_operand(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1)

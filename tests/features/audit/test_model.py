@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 class LowLinear(nn.Linear):
-    """What a stand-in of Transformer Engine computes: FP8 by emulation, or, `low` or not, nothing of the kind."""
+    """A fake Transformer Engine layer: emulated FP8, or, depending on `low`, no low precision."""
 
     low = True
 
@@ -70,7 +70,7 @@ class WideLinear(LowLinear):
 
 
 class Mine(nn.Linear):
-    """A class whose name tells nothing."""
+    """A class whose name reveals nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return LowLinear.forward(self, x)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ LowLinear.__module__ = WideLinear.__module__ = "transformer_engine.pytorch"
 
 @contextmanager
 def transformer_engine(monkeypatch: pytest.MonkeyPatch, linear: type[nn.Module]) -> Iterator[Callable[..., None]]:
-    """Accelerate's own conversion, which is handed a stand-in for the package that needs CUDA."""
+    """Accelerate's conversion with a fake of the package that needs CUDA."""
     from accelerate.utils import transformer_engine as own
 
     package, inner = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
@@ -98,7 +98,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch, linear: type[nn.Module])
         patched.setitem(sys.modules, "transformer_engine", package)
         patched.setitem(sys.modules, "transformer_engine.pytorch", inner)
         patched.setattr(own, "is_transformer_engine_available", lambda: True)
-        patched.setattr(own, "GatheredParameters", lambda *_, **__: nullcontext())  # it wants a launched Accelerator
+        patched.setattr(own, "GatheredParameters", lambda *_, **__: nullcontext())  # requires a launched Accelerator
         yield torch.no_grad()(own.convert_model)
 
 
@@ -110,7 +110,7 @@ def rules(audit: Audit) -> dict[str, str]:
     return {layer.name: layer.rule for layer in audit.layers if not layer.low}
 
 
-def test_a_model_that_nobody_converted() -> None:
+def test_an_unconverted_model_fails() -> None:
     audit = audit_model(Model(), IDS)
     assert codes(audit) == {"nothing-converted"} and len(audit.layers) == 9
 
@@ -129,7 +129,7 @@ def test_accelerate_stops_at_an_odd_layer_and_cuts_ties(monkeypatch: pytest.Monk
 
 
 def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Transformer Engine's layers do outside of their autocast."""
+    """Like Transformer Engine's layers outside autocast."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(torch.bfloat16)
     with transformer_engine(monkeypatch, WideLinear) as convert:
         convert(model)
@@ -152,7 +152,6 @@ def test_running_means_stay_as_they_were() -> None:
 
 
 def test_a_product_that_no_cast_changes_is_checked_on_random_numbers() -> None:
-    """Zeros, as behind a layer that begins at zero, whole numbers, and an expert without tokens."""
     whole, size = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(0)).float(), (8, 64)
     for kind, batch, weight, expected in (
         (LowLinear, torch.zeros(size), whole, set()),
@@ -166,7 +165,7 @@ def test_a_product_that_no_cast_changes_is_checked_on_random_numbers() -> None:
         assert codes(audit_model(nn.Sequential(layer), batch)) == expected
 
 
-def test_a_model_that_fails_and_one_without_a_batch() -> None:
+def test_a_failing_batch_cannot_tell_and_no_batch_is_needed() -> None:
     audit = audit_model(nn.Sequential(LowLinear(64, 64)), torch.randn(4, 48))
     assert audit.outcome is AuditOutcome.CANNOT_TELL and codes(audit, AuditOutcome.CANNOT_TELL) == {"raises"}
     audit = audit_model(nn.Sequential(LowLinear(64, 64)))
@@ -185,7 +184,7 @@ def convert(model: nn.Module, **options: Any) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_what_torchao_has_converted() -> None:
+def test_models_converted_by_torchao_are_recognised() -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = convert(Model(), module_filter_fn=_fits)

@@ -56,7 +56,7 @@ def multiply(x: Tensor, weight: Tensor, into_x: float | None = 1.0, into_weight:
 
 
 class Fp8Linear(nn.Linear):
-    """Computes what `how` says, honestly by default."""
+    """A layer that computes in the way `how`, honestly by default."""
 
     def __init__(self, layer: nn.Linear, how: Callable[[Fp8Linear, Tensor], Tensor] | None = None) -> None:
         nn.Module.__init__(self)
@@ -148,7 +148,7 @@ SIDES = 256
 
 
 def network(seed: int, *how: Any, bias: bool = True, dtype: torch.dtype | None = None) -> nn.Module:
-    """Layers that compute in these ways, honestly where one is None."""
+    """Layers that compute in these ways; None is honest."""
     torch.manual_seed(seed)
     low = [Fp8Linear(nn.Linear(SIDES, SIDES, bias=bias, dtype=dtype), each) for each in how]
     for layer in low:
@@ -192,7 +192,7 @@ def test_one_broken_layer_of_three_alike_fails(place: int, name: str) -> None:
         ("no input gradient", "its input gradient does not exist"),
     ],
 )
-def test_a_failure_says_what_is_wrong(name: str, words: str) -> None:
+def test_a_failure_names_the_mistake(name: str, words: str) -> None:
     (_, why), *_ = failures(audited(network(0, BROKEN[name]), 0))
     assert words in why
 
@@ -232,7 +232,6 @@ def test_a_model_is_left_as_it_was() -> None:
 
 
 def test_a_layer_for_inference_needs_no_gradients() -> None:
-    """Frozen, or in evaluation mode; a layer that trains needs them."""
     without = network(0, lambda layer, x: layer.product(x).detach())
     assert failures(audited(without, 0))
     assert audited(without.eval(), 0).outcome is AuditOutcome.PASS

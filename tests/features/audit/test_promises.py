@@ -36,7 +36,6 @@ def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> Audi
 @for_each("name", RECIPES)
 @for_each("shape", [(8, 256), (130, 96), (33, 300)])
 def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape: tuple[int, int]) -> None:
-    """Elements times scales, bit for bit, at ends that fill no block, too."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     for treatment in precisions.get(name).recipe.treatments[:2]:  # type: ignore[attr-defined]
         assert torch.equal(round_operand(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
@@ -46,18 +45,18 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
     ("function", "precision", "data", "code"),
     [
         *((lambda a, b: product(a, b, MXFP8), "mxfp8", data, "") for data in DATA),
-        # Sums too large for their dtype are nobody's mistake.
+        # Sums that overflow their dtype are nobody's mistake.
         (lambda a, b: a @ b.t(), "fp16", "outliers along the contraction", ""),
         (lambda a, b: a, "fp8", "normal", "shape"),
         (lambda a, b: (a @ b.t()).to(torch.int32), "fp8", "normal", "dtype"),
         (lambda a, b: (a @ b.t()).to(torch.float8_e4m3fn), "fp8", "normal", "dtype"),
         (lambda a, b: a.double() @ b.double().t(), "bf16", "normal", ""),
-        # Zeros are near to whatever makes numbers small: nobody says that they are that.
+        # Zeros are close to any shrinking error, so none is diagnosed.
         (lambda a, b: a @ b.t() * 0, "fp8", "normal", "wrong-values"),
         (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
     ],
 )
-def test_products(function: object, precision: str, data: str, code: str) -> None:
+def test_products_are_judged_by_their_promise(function: object, precision: str, data: str, code: str) -> None:
     assert judged(subject(function, "product", precision), data).code == code
 
 
@@ -88,7 +87,7 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
         "no causal mask",
     ],
 )
-def test_a_mistake_has_its_name(name: str) -> None:
+def test_mistakes_are_diagnosed_by_name(name: str) -> None:
     kernel = _BY_NAME[name]
     kind, code = kernel.signature.kind, kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"
@@ -99,7 +98,6 @@ def test_a_mistake_has_its_name(name: str) -> None:
 
 @for_each("data", ["normal", "zeros", "infinite"])
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
-    """Where there is nothing to scale by, too: a kernel takes six arguments."""
     audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
     a, b = audited.draw("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
@@ -109,7 +107,7 @@ def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
 
 @for_each("precision", ["nvfp4", "mxfp4", "fp8"])
 def test_products_of_zeros_keep_a_promise_of_any_casts(precision: str) -> None:
-    """Two random casts of zeros have no error that could be compared."""
+    """Two random casts of zeros have no error to compare."""
     layer = subject(product, "linear", precision)
     promises = layer.promises(layer.draw("zeros", Shape(64, 64, 64), 0))
     verdicts = {name: promise.judge(torch.zeros(64, 64)) for name, promise in promises.items()}

@@ -1,4 +1,4 @@
-"""Honest kernels that few would write: none is accused; and what a failure says of the promise that would be kept."""
+"""Unusual honest kernels: all pass; and failures name the promise that the kernel would keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of callables says before anything is timed, and how far it says that results are apart."""
+"""Refusals before anything is timed, and the reported distance between results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def remarks_on(target: str, against: str = "torch:matmul", **params: str) -> lis
     return examine(setup_of(target, against, **params), target, against)
 
 
-# A callable of the file, and what is said of it. All are compared with torch:matmul.
+# A callable of the file and its message. All are compared with torch:matmul.
 REFUSED = [
     ("prodct", "has no 'prodct'. Did you mean 'product'? Callables in it:"),
     ("number", "is int, and cannot be called. Give a function."),
@@ -109,7 +109,6 @@ def test_inputs_are_the_files_or_a_file_of_tensors(file: str, tmp_path: Path) ->
 
 
 def test_errors_are_those_of_an_independent_computation(file: str) -> None:
-    """NumPy computes the product of the same inputs in float64."""
     a, b = (tensor.double().numpy() for tensor in draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5).tensors)
     exact = torch.from_numpy(a @ b)
 
@@ -169,7 +168,7 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
     ):
         with pytest.raises(UsageError, match=sentence):
             check_targets(targets, against)
-    with pytest.raises(UsageError, match=r"no inputs for torch:abs. Give a shape for each argument"):
+    with pytest.raises(UsageError, match=r"no inputs are given for torch:abs. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
     with pytest.raises(UsageError, match="or leave both out"):
         choose_axes(("torch:relu", mine), ("8x8",), None, "mine.py:inputs", "hot")
@@ -179,7 +178,7 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
         choose_axes(("torch:relu", mine), (), None, "absent.pt", "hot")
 
 
-def test_shapes() -> None:
+def test_shapes_of_arguments_are_parsed() -> None:
     assert parse_shapes("1024x4096, 8,1") == ((1024, 4096), (8,), (1,))
     for wrong in ("", "8x", "8,,8", "-1x2", "axb", "0x4", "1000000x1000000x1000000"):
         with pytest.raises(ValueError, match=r"not a shape|elements"):
@@ -199,7 +198,7 @@ def test_slashes_of_paths_are_no_end_of_a_setting() -> None:
     assert setting_of("gemm[m=8]@cuda:1/fp8") == ("gemm[m=8]@cuda:1", "fp8") and setting_of("a/b/c") == ("a/b", "c")
 
 
-def test_what_returns_its_input_does_no_work(tmp_path: Path) -> None:
+def test_a_callable_that_returns_its_input_does_no_work(tmp_path: Path) -> None:
     (tmp_path / "lazy.py").write_text("def same(a, b):\n    return a\n")
     case = setup_of(f"{tmp_path / 'lazy.py'}:same", "torch:add", shape="8x8,8x8").case
     worker = Bench(Settings())

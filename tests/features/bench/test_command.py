@@ -18,13 +18,13 @@ from tests.features.bench.callables import SOURCE
 
 @pytest.fixture(autouse=True)
 def _mine(store: Path) -> None:
-    """Puts the file of callables into the working directory."""
+    """Copies the file of callables into the working directory."""
     Path("mine.py").write_text(SOURCE)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short(short_slots: None) -> None:
-    """Times are of no matter here."""
+    """Shortens slots, as times do not matter here."""
 
 
 def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert fp8bench("show", run_id)[1] == out
     whole = fp8bench("show", run_id, "--all")[1]
     assert "difference error: mine.py:low 2." in " ".join(whole.split()), whole
-    assert fp8bench("history", "list", "--runs")[1].count(" bench ") == 2  # as the command, and as the suite
+    assert fp8bench("history", "list", "--runs")[1].count(" bench ") == 2  # as the command and as the suite
     assert fp8bench("report", run_id, "--html", "page.html")[0] == 0
     page = Path("page.html").read_text()
     assert "mine.py:low" in page and "more exact)" in page and "When to use FP8" not in page
@@ -56,7 +56,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert code == 2 and "compares callables, but advice is about precisions" in unfolded(err)
 
 
-def test_without_float64_an_answer_says_so(fp8bench: Say, store: Path) -> None:
+def test_an_answer_without_float64_mentions_it(fp8bench: Say, store: Path) -> None:
     words = ("--against", "mine.py:refuses_fp64", "--shape", "64x32,32x64", "--quick", "--no-report")
     code, out, err = fp8bench("bench", "mine.py:product", *words)
     assert code == 0, err
@@ -73,13 +73,13 @@ def test_several_shapes_make_a_table(fp8bench: Say, store: Path) -> None:
     assert re.search(r"shape 64x32,32x64 .* shape 32x8,8x32 ", shown)
 
 
-# Words behind the callable, and what is said.
+# Words after the callable and the expected message.
 WRONG = [
     (["mine.py:prodct", "--shape", "8x8,8x8"], "mine.py has no 'prodct'. Did you mean 'product'?"),
     (["mine.py:product", "--shape", "8x8,4x4"], "torch:matmul cannot be measured with 8x8 float32, 4x4 float32"),
     (["mine.py:product", "--shape", "8y8"], "'8y8' is not a shape; expected sizes with x between"),
     (["mine.py:product", "--inputs", "mine.py:no_inputs"], "mine.py:no_inputs gives int without tensors"),
-    (["torch:mm"], "there are no inputs for torch:mm. Give a shape for each argument"),
+    (["torch:mm"], "no inputs are given for torch:mm. Give a shape for each argument"),
     (["absent.py:f", "--shape", "8x8"], "absent.py:f: there is no file 'absent.py' here"),
     (["mine.py:talks", "--shape", "8x8,8x8"], "mine.py:talks cannot be measured: a step printed 'hello"),
     (["mine.py:crashes", "--shape", "8x8,8x8"], "the worker crashed during 'examine'"),
@@ -87,7 +87,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_what_cannot_be_compared_is_a_sentence(words: list[str], sentence: str, fp8bench: Say, store: Path) -> None:
+def test_callables_that_cannot_be_compared_give_a_message(
+    words: list[str], sentence: str, fp8bench: Say, store: Path
+) -> None:
     code, out, err = fp8bench("bench", *words, "--against", "torch:matmul", "--quick")
     assert code == (3 if "crashed" in sentence else 2) and sentence in unfolded(err), err
     assert not out and not [*store.rglob("*.jsonl")], "something was kept"
@@ -95,7 +97,6 @@ def test_what_cannot_be_compared_is_a_sentence(words: list[str], sentence: str, 
 
 @pytest.mark.slow
 def test_a_planted_cost_is_decided_and_a_twin_is_no_faster(fp8bench: Say, store: Path) -> None:
-    """The planted one does half as much work again; the twin calls the same kernel under another name."""
     words = ("--shape", "512x512,512x512", "--against", "torch:matmul", "--no-report", "--budget", "20")
     code, out, err = fp8bench("bench", "mine.py:slowed", "mine.py:twin", *words)
     assert code == 0, err
@@ -114,6 +115,6 @@ def test_a_gate_measures_a_kernel_again_that_became_slower(fp8bench: Say, store:
     Path("mine.py").write_text(SOURCE.replace("return a @ b", "return [a @ b for _ in range(3)][0]", 1))
     assert fp8bench("bench", *words, "--budget", "6")[0] == 0
     code, out, err = fp8bench("gate", before.stem, "last")
-    # Where other programs took the processor, the gate cannot be sure, and says so.
+    # If other programs use the CPU, the gate is unsure, with a message.
     assert code == 1 or (code == 4 and "suspected" in out and "others took the CPU" in out), out + err
     assert "mine.py:product" in out and "worse" in out

@@ -16,7 +16,7 @@ from tests.commands import Say
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
 
-# Each gives wrong what its name says; 'honest' is what they are made of.
+# Each deviates in the named way; all start from 'honest'.
 LIARS = """\
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ lie("lying-format", Tensor, operand=other_format)
 lie("lying-casts", Tensor, operand=truncated)
 lie("lying-overflow", Tensor, cast_without_scale=unclamped)
 """
-# What is found of each: in casts, and in products that give bfloat16, the order of whose sums is the processor's.
+# Expected findings: in casts, and in products with bfloat16 results, whose order of summation depends on the CPU.
 FOUND = {
     "honest": ({"none"}, {"none"}),
     "lying-rows": ({"none"}, {"layout"}),
@@ -101,7 +101,7 @@ FOUND = {
 
 
 def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """The differences of casts, and of products with a result in bfloat16 but for the order of their sums."""
+    """The differences of casts, and of products with bfloat16 results without those from the order of sums."""
     casts = {case["difference"] for case in mode["found"] if case["what"].startswith("cast")}
     products = {case["difference"] for case in mode["found"] if case["what"].endswith("bfloat16 out")}
     return casts, {"none" if case == "order" else case for case in products}
@@ -113,7 +113,6 @@ def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
     "names", [("honest", "lying-scales", "lying-casts"), pytest.param(tuple(FOUND), marks=pytest.mark.slow)]
 )
 def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[str, ...]) -> None:
-    """And what is honest conforms, on a processor up to the order of sums: some add up as the emulation does."""
     Path("liars.py").write_text(LIARS)
     words = ("conform", "--import", "./liars.py", "--device", "cpu", "--dtypes")
     with forgotten(Path.cwd()):
@@ -129,8 +128,7 @@ def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[s
 
 
 @pytest.mark.slow
-def test_on_a_processor_all_conforms(fp8bench: Say, store: Path) -> None:
-    """torch's kernels for bf16 and fp8 there, and what has none says so; a mode that nothing does is no success."""
+def test_torchs_kernels_conform_on_a_cpu(fp8bench: Say, store: Path) -> None:
     code, out, _ = fp8bench("conform", "--device", "cpu", "--dtypes", "bf16,fp8,fp8-rowwise,fp8-e5m2")
     assert code == 0
     assert "native against emulated on cpu" in out and "up to the order of sums" in " ".join(out.split())
@@ -145,7 +143,6 @@ def test_an_unknown_precision_is_refused_before_anything_starts(fp8bench: Say, s
 
 
 def test_the_page_tells_what_differs() -> None:
-    """The first element with both values; sums in the bits of a GPU's units conform."""
     first = FirstElement((3, 17), 1.5, 1.25)
     wrong = Conformity("fp8", "forward product", "8x8x8", Difference.SCALE, "rows scaled by 2", 9, 64, 3.0, first)
     same = Conformity("fp8", "cast of input", "128x2048", Difference.NONE, total=262144)

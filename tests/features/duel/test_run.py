@@ -28,7 +28,7 @@ COLUMNS = {columns}
 def work(x):
     return x @ x[:, :COLUMNS]
 """
-# Steps that need no size of their own: what differs between the sides is in mylib, in whoami, or planted by a name.
+# Steps without sizes: sides differ by mylib, by whoami, or by a planted name.
 SUITE = """
 import os
 import signal
@@ -86,7 +86,7 @@ class Library(Workload):
 def environment(folder: Path, whoami: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # The folder that has torch is looked into, and .pth files in there are not: an editable fp8bench stays out.
+    # torch's folder is on the path without its .pth files, so an editable fp8bench is not found.
     torch = find_spec("torch")
     assert torch is not None and torch.origin is not None
     (packages / "torch.pth").write_text(str(Path(torch.origin).parents[1]))
@@ -96,7 +96,7 @@ def environment(folder: Path, whoami: str) -> Path:
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two environments that differ by a module."""
+    """Two environments that differ by one module."""
     folder = tmp_path_factory.mktemp("pythons")
     before = environment(folder / "before", "NUMBER = 1.0\nHAZARDS = ('kill', 'wait')\n")
     after = environment(folder / "after", "NUMBER = 2.0\nHAZARDS = ('raise', 'hang')\n")
@@ -105,7 +105,7 @@ def pythons(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository whose library does a quarter as much in its commit (v1) as in its tree: enough on a busy machine."""
+    """A repository whose library does a quarter of the work in commit v1, which is clear even on a busy machine."""
     folder = tmp_path / "project"
     (folder / "src" / "mylib").mkdir(parents=True)
     git(folder, "init", "-q")
@@ -120,11 +120,11 @@ def project(tmp_path: Path) -> Path:
 
 
 def started(project: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts `fp8bench duel` as a process; temporary files lie in the test's folder."""
+    """Starts `fp8bench duel` as a process; temporary files are in the test's folder."""
     temporary, installed = project.parent / "temporary", project.parent / "site-packages"
     for folder in (temporary, installed):
         folder.mkdir(exist_ok=True)
-    # This interpreter's packages on the path, as if somebody had put them there: no partner may find them.
+    # Puts this interpreter's packages on the path; partners must not find them.
     (installed / "whoami.py").write_text("raise ImportError('the other side found this')\n")
     path = os.pathsep.join(map(str, (ROOT, project / "src", installed)))
     return subprocess.Popen(
@@ -146,14 +146,13 @@ def duelled(project: Path, *words: str) -> tuple[int, str, str]:
 
 
 def left_nothing(project: Path) -> None:
-    """Neither a folder nor a working tree."""
+    """Asserts that neither a folder nor a working tree remains."""
     assert len(git(project, "worktree", "list").splitlines()) == 1
     assert not list((project.parent / "temporary").glob("fp8bench-duel-*"))
 
 
 @pytest.mark.slow
 def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) -> None:
-    """Each side runs its own library and packages; a failure stays on its side."""
     code, out, err = duelled(
         project,
         "--python-a",
@@ -197,7 +196,7 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
     assert "with uncommitted changes" in document["after"]["title"]
     for word, code, told in (
         (document["id"], 0, ("A: v1 (", "FAILED", "worse")),
-        ("last", 2, ("has no runs yet",)),  # a duel is none
+        ("last", 2, ("has no runs yet",)),  # a duel is not a run
     ):
         done = subprocess.run(
             [*PROGRAM, "show", word, "--store", str(project / "kept")],
@@ -219,7 +218,6 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
 def test_an_end_in_the_middle_leaves_nothing(
     number: signal.Signals, project: Path, pythons: Sequence[str], tmp_path: Path
 ) -> None:
-    """An interrupted duel reports what there is and clears up; after a kill its warden or the next duel does."""
     mark, python, suite = tmp_path / "mark", pythons[0], ["suite", "library", "--import", "suites.py"]
     words = ("--python-a", python, "--python-b", python, "--against", "v1", *suite, "--set", "hazard=wait")
     process = started(project, *words, MARK=str(mark))
@@ -238,7 +236,7 @@ def test_an_end_in_the_middle_leaves_nothing(
 
 
 def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
-    """Nothing was measured, and nothing is kept."""
+    """Asserts that nothing was measured or stored."""
     python.write_text("#!/bin/sh\necho Bus error >&2; exit 7\n")
     python.chmod(0o755)
     code, out, err = duelled(project, "--python-a", str(python), "--against", "v1", *suite, "--store", "no")
@@ -260,20 +258,20 @@ def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
         (["suite", "gemm", "--python-a", "bare"], "cannot import torch (ModuleNotFoundError"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(
+def test_bad_arguments_give_one_message(
     words: list[str], sentence: str, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], check=True)
     assert main(["duel", *words]) == 2
     out, err = capsys.readouterr()
     err = unfolded(err)
-    assert out == "" and sentence in err and len(err.splitlines()) <= 2  # with a line to paste
+    assert out == "" and sentence in err and len(err.splitlines()) <= 2  # with a command to paste
 
 
 def test_fp8bench_has_its_own_option_for_its_own_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """--against would compare it with itself."""
+    """--against would compare fp8bench with itself."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout of fp8bench")
     monkeypatch.chdir(ROOT)

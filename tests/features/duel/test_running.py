@@ -7,6 +7,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,19 +63,18 @@ def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserv
 
 
 def fakes(pair: duel_commands.Pair) -> list[Any]:
-    return [worker for side in pair for worker in side.workers]
+    return list(chain.from_iterable(side.workers for side in pair))
 
 
 def test_every_process_is_in_every_round() -> None:
-    """Equally often, with as many calls, after untimed ones; and states are given back."""
     pair = sides(Script(gemm_steps(MS), errors={"output_error": 0.5}), Script(gemm_steps(2 * MS), peak=77))
     progress = measured(pair, sessions=2)
     assert [len(session.before) + len(session.after) for session in progress.sessions] == [4, 4]
     for worker in fakes(pair):
-        slots = worker.slots()[2:8]  # after two that find out how long a step is
+        slots = worker.slots()[2:8]  # after two slots that measure how long a step is
         assert {slot[:3] for slot in slots} == {("slot", "bf16", 4)} and {slot[3] for slot in slots} <= {1, 2}
         assert worker.held == []
-    timings = [timing for session in progress.sessions for timing in (*session.before, *session.after)]
+    timings = list(chain.from_iterable((*session.before, *session.after) for session in progress.sessions))
     assert {timing.num_rounds for timing in timings} == {6} and {timing.num_calls for timing in timings} == {24}
     result = progress.result
     assert result.measured and not result.failed and result.before.is_reference and not result.after.is_reference
@@ -82,7 +82,6 @@ def test_every_process_is_in_every_round() -> None:
 
 
 def test_no_side_is_always_the_first() -> None:
-    """The order of preparing is drawn anew in each session."""
     observer = Listener()
     measured(sides(Script(), Script()), sessions=12, observer=observer)
     prepared = [doing for _, doing, _ in observer.told if doing.startswith("preparing")]
@@ -112,13 +111,13 @@ def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_
 @for_each(
     ("bad", "why", "restarts"),
     [
-        (Script(memory=2000), "out of memory beside the other side", 0),
+        (Script(memory=2000), "out of memory next to the opposite side", 0),
         (Script(threads_left=("loader",)), "1 started while preparing still run", 1),
         (Script(wrong="weights are nan"), "weights are nan", 1),
-        (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the first, which is kept
+        (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the stored first session
     ],
 )
-def test_what_one_side_does_fails_there(bad: Script, why: str, restarts: int) -> None:
+def test_a_fault_of_one_side_fails_that_side(bad: Script, why: str, restarts: int) -> None:
     pair = sides(bad, Script())
     progress = measured(pair, sessions=3)
     result = progress.result
@@ -127,8 +126,8 @@ def test_what_one_side_does_fails_there(bad: Script, why: str, restarts: int) ->
     assert sum(worker.restarts for worker in fakes(pair)) == restarts
 
 
-def test_memory_for_one_process_a_side() -> None:
-    """A second one does not fit on side B: later sessions do not try again."""
+def test_a_side_without_memory_for_two_processes_keeps_one() -> None:
+    """A second process does not fit on side B, so later sessions do not try again."""
     pair = sides(Script(), Script())
     fakes(pair)[3].capacity = 0
     progress = measured(pair, sessions=3)
@@ -138,17 +137,14 @@ def test_memory_for_one_process_a_side() -> None:
 
 
 def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
-    """That side goes on without compiling, the other one does not."""
     bad = Script(quantisers=[2], faults=[Fault("compile", WorkerLost("the compiler crashed"))])
     pair = sides(Script(quantisers=[2]), bad)
     progress = measured(pair)
     (session,) = progress.sessions
     assert progress.alive and "the compiler crashed" in pair[1].quantisers.why_eager
     assert not pair[0].quantisers.why_eager
-    assert [[timing.eager != "" for timing in side] for side in (session.before, session.after)] == [
-        [False, False],
-        [True, True],
-    ]
+    assert [timing.eager != "" for timing in session.before] == [False, False]
+    assert [timing.eager != "" for timing in session.after] == [True, True]
 
 
 @for_each(
@@ -159,7 +155,7 @@ def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
         ({"version": None}, "side B has no suite"),
     ],
 )
-def test_what_does_not_compare_is_left_out(options: dict[str, Any], why: str) -> None:
+def test_cases_that_do_not_compare_are_left_out(options: dict[str, Any], why: str) -> None:
     pair = sides(Script(), Script(), **options)
     progress = measured(pair)
     assert progress.left_out.startswith(why) and not progress.alive
@@ -205,13 +201,12 @@ def run_duel(tmp_path: Path) -> Callable[..., Duel]:
     return functools.partial(run_in, tmp_path)
 
 
-def test_several_ranks_are_no_side(tmp_path: Path) -> None:
+def test_a_side_cannot_have_several_ranks(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a side of a duel is one process, but this asks for 2 ranks"):
         duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
 def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> None:
-    """All cases are measured in each; what is shown is what was kept."""
     pair = started({"fp32": Script(), "bf16": Script()})
     duel = run_duel(pair)
     assert duel.finished and duel.ok and duel.notes == ("a note",)
@@ -221,7 +216,6 @@ def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> Non
 
 
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
-    """The fault strikes both sides' first workers in their second session."""
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
     duel = run_duel(started({"fp32": Script(), "bf16": late}))
     assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].failed
@@ -230,7 +224,6 @@ def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel
 
 @for_each("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The file has what was finished before, and the error all that was measured."""
     write, written = DuelWriter._lines, [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
@@ -256,7 +249,6 @@ def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytes
 def test_a_side_that_does_not_start_again_ends_it(
     monkeypatch: pytest.MonkeyPatch, run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """In the second session: the first is kept, and the error names the side."""
     pair = started({"fp32": Script()})
     fakes(pair)[3].last_start = 1
     monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(pair))
@@ -271,7 +263,6 @@ def test_a_side_that_does_not_start_again_ends_it(
 def test_an_interrupt_keeps_what_was_finished(
     run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the second session's second case; exit code 130."""
     struck = [Script(), Script(faults=[Fault("slot", KeyboardInterrupt(), at=9)])]  # type: ignore[arg-type]
     duel = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
     assert not duel.finished and exit_code(duel) == 130
@@ -297,7 +288,7 @@ def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: Callable[..., Duel
 
 
 def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: Callable[..., Duel]) -> None:
-    """For example where temporary folders are below the repository."""
+    """For example if temporary folders are inside the repository."""
     found = run_duel(of_two_trees({"/old": ("mylib",), "/new": ("mylib",)}, {"/new": ("mylib",)}), 1)
     assert found.finished and found.notes == ("a note",)
 
@@ -305,7 +296,7 @@ def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: C
 def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can differ between them; that is said before measuring, and kept."""
+    """Nothing can differ between them; this is printed before measuring, and stored."""
     words = "neither side has loaded any code of this repository"
     said: list[int] = []
     monkeypatch.setattr(duel_commands, "refresh", lambda *_: said.append(capsys.readouterr().err.count(words)))
@@ -321,15 +312,16 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
         (Request("gemm", budget=9.0), 3.0, (5, None, 3.0)),
     ],
 )
-def test_how_long_a_session_is(request_: Request, share: float | None, rule: tuple[int, int | None, float]) -> None:
-    """Least rounds, fixed ones, seconds; a budget ends it in any case."""
+def test_a_session_is_as_long_as_its_options_demand(
+    request_: Request, share: float | None, rule: tuple[int, int | None, float]
+) -> None:
     found = duel_commands._rule(request_, share)
     assert (found.least, found.fixed, found.budget) == rule
     assert share is None or (found.ceiling == share and found.whole)
 
 
 def written(store: Path) -> Path:
-    """A whole duel: two sessions of one case, another that failed after its first, and a note."""
+    """A duel with two sessions of one case, another case that failed after its first, and a note."""
     writer = start_duel(header(), store)
     writer.note("both sides are the same")
     writer.result(result("fp32", SESSION))
@@ -346,8 +338,7 @@ def path(tmp_path: Path) -> Path:
     return written(tmp_path)
 
 
-def test_what_was_written_is_read(path: Path) -> None:
-    """Sessions follow their case, whose last result counts; each side's devices name its torch."""
+def test_a_written_duel_is_read_back(path: Path) -> None:
     duel = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
@@ -378,7 +369,6 @@ def test_a_broken_line_is_left_out_and_named(tmp_path: Path, line: str, trouble:
 
 
 def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
-    """So are results whose sides are of different cases."""
     lines = as_older(path).read_text().splitlines()
     negative = json.loads(lines[4])
     negative["session"]["after"][0]["slots"][0]["calls_ns"] = [[-1]]

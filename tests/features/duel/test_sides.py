@@ -1,4 +1,4 @@
-"""What each side is started with: folders, a Python, a working tree of another revision."""
+"""How each side starts: folders, a Python, a working tree of another revision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clean repository with a suite and sources, which are on this Python's path; it is the working directory."""
+    """A clean repository with a suite and sources on this Python's path; it is the working directory."""
     folder = tmp_path / "project"
     (folder / "src").mkdir(parents=True)
     (folder / ".venv" / "lib" / "site-packages").mkdir(parents=True)
@@ -59,8 +59,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder.resolve()
 
 
-def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8bench alone, the working directory if something is imported, PYTHONPATH without packages."""
+def test_both_sides_start_equally_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "lib" / "site-packages"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
@@ -74,7 +73,6 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
-    """Those of the repository, wherever on the path; but not a virtual environment in it."""
     (project / "src" / "mylib.py").write_text("changed")
     with pytest.raises(UsageError, match="would change two things at once"):
         open_sides(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
@@ -91,8 +89,7 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
     assert not tree.exists()
 
 
-def test_a_file_that_a_revision_has_not(project: Path) -> None:
-    """Both sides run this tree's, with a note; that nothing else has changed is noted, too."""
+def test_a_file_missing_from_a_revision_comes_from_the_tree(project: Path) -> None:
     (project / "new.py").write_text("")
     with open_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
@@ -111,8 +108,8 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
         open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
-def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links are not followed: a virtual environment's Python is a link."""
+def test_a_python_is_given_by_path_name_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are not resolved: a virtual environment's Python is a link."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     link = tmp_path / "env" / "bin" / "python"
     link.symlink_to(sys.executable)
@@ -159,11 +156,9 @@ def trees(commits: Path) -> list[str]:
     return [line for line in lines if line.startswith("worktree ")][1:]
 
 
-def test_a_tree_holds_the_revision_and_goes(
+def test_a_working_tree_holds_the_revision_and_is_removed(
     commits: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From any folder of the repository; uncommitted changes stay where they are. No hook runs; and inside a hook,
-    whose variables name another repository, the folder counts."""
     (commits / "below").mkdir()
     (commits / "file").write_text("three")
     hook = commits / ".git" / "hooks" / "post-checkout"
@@ -183,8 +178,9 @@ def test_a_tree_holds_the_revision_and_goes(
 
 
 @for_each("error", [KeyboardInterrupt, RuntimeError])
-def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path, temporary: Path) -> None:
-    """With files that somebody made in it."""
+def test_a_working_tree_is_removed_however_the_body_ends(
+    error: type[BaseException], commits: Path, temporary: Path
+) -> None:
     repository = repository_of(commits, OPTION)
     with contextlib.suppress(error), scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
         (tree / "made").write_text("by a build")
@@ -194,8 +190,11 @@ def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path
 
 
 def test_a_killed_duel_leaves_nothing(commits: Path, temporary: Path) -> None:
-    """Its warden removes its folder; where that was killed, too, the next duel does, as the lock has gone with its
-    owner. A living duel keeps its folder."""
+    """Its warden removes its folder.
+
+    If the warden was killed too, the next duel does, since the lock ends with its owner. A running duel keeps its
+    folder.
+    """
 
     def owner(warden: str = "") -> tuple[subprocess.Popen[str], Path]:
         process = subprocess.Popen(
@@ -222,13 +221,13 @@ def test_a_killed_duel_leaves_nothing(commits: Path, temporary: Path) -> None:
         repository = repository_of(commits, OPTION)
         with scratch() as folder, worktree(repository, "HEAD", folder, OPTION):
             assert not lost.exists() and kept.is_dir()
-            assert len(trees(commits)) == 2  # that of the living one, and this one
+            assert len(trees(commits)) == 2  # the running duel's folder and this one
         living.communicate("", timeout=240)
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 
 def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
-    """Its lock may not be there yet. Old folders without one go, and other users' stay."""
+    """Its lock may not exist yet. Old folders without a lock are removed, other users' folders stay."""
     young, old, other = (temporary / name for name in ("fp8bench-duel-young", "fp8bench-duel-old", "else"))
     for folder in (young, old, other):
         folder.mkdir()
@@ -240,7 +239,7 @@ def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
 
 
 def test_a_duel_that_begins_meanwhile_leaves_it_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may look at the very moment between a folder's file and its lock."""
+    """It may look at the moment between creating the folder and its lock."""
 
     def sweeps_and_locks(file: IO[Any], seconds: float) -> bool:
         sweep()
@@ -253,8 +252,8 @@ def test_a_duel_that_begins_meanwhile_leaves_it_alone(temporary: Path, monkeypat
     assert not list(temporary.iterdir())
 
 
-def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
-    """For a shallow clone, as CI makes them, the sentence says how to get more."""
+def test_an_unknown_revision_is_refused(commits: Path, tmp_path: Path) -> None:
+    """For a shallow clone, as in CI, the message names the command that fetches more."""
     for word in ("nope", "", "--help", "v1:file", "0" * 40):
         with pytest.raises(UsageError, match=r"is not a commit of the repository .*Give a commit"):
             revision_of(repository_of(commits, OPTION), word, OPTION)
@@ -263,7 +262,7 @@ def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
         revision_of(repository_of(tmp_path / "shallow", OPTION), "HEAD~1", OPTION)
 
 
-def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_outside_a_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match=r"--against wants a git repository.*not a git repository"):
         repository_of(tmp_path, OPTION)
@@ -275,8 +274,7 @@ def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         repository_of(tmp_path, OPTION)
 
 
-def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
-    """git's own words are in the sentence, and nothing is left."""
+def test_a_working_tree_that_git_refuses_gives_its_message(commits: Path, temporary: Path) -> None:
     repository = repository_of(commits, OPTION)
     with scratch() as folder:
         (folder / "tree").mkdir()
@@ -286,7 +284,7 @@ def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 
-def test_no_room_for_anything_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_temporary_folder_gives_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(StoreError, match=r"set TMPDIR to a folder"):
         scratch().__enter__()

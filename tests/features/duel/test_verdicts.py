@@ -1,6 +1,6 @@
-"""Two sides by their processes, against a permutation test written in another way, and on planted differences.
+"""Verdicts from processes of two sides, compared with an independent permutation test and planted differences.
 
-Then what a result's samples and values come to.
+Then records and their values.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ Seconds = Sequence[tuple[float, ...]]
 
 
 def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
-    return Session(*(tuple(steady(round(1e9 * seconds), rounds) for seconds in side) for side in (before, after)))
+    def side(times: Sequence[float]) -> tuple[Timing, ...]:
+        return tuple(steady(round(1e9 * seconds), rounds) for seconds in times)
+
+    return Session(side(before), side(after))
 
 
 def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
-    """Two processes a side and session, about 1 ms each; what a session has in common drifts."""
+    """Two processes per side and session, about 1 ms each; a session's common part drifts."""
     draw = np.random.default_rng(seed)
     found = []
     for _ in range(sessions):
@@ -57,7 +60,7 @@ def known(sessions: Sequence[Session]) -> DuelVerdict:
 
 
 def brute_chance(before: Seconds, after: Seconds) -> float:
-    """Returns the share of all deals that put the sides as far apart, by plain loops."""
+    """The share of all permutations that separate the sides as much, by plain loops."""
 
     def low(values: Sequence[float]) -> float:
         return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
@@ -69,24 +72,25 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     pools = [centred(old, new) for old, new in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
-        named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
-        rest = [
-            pool[place]
-            for pool, places in zip(pools, deal, strict=True)
-            for place in range(len(pool))
-            if place not in places
-        ]
-        apart.append(low(named) - low(rest))
-    own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
-    return sum(abs(value) >= abs(own) - 1e-9 for value in apart) / len(apart)
+        first_side: list[float] = []
+        second_side: list[float] = []
+        for pool, places in zip(pools, deal, strict=True):
+            for place, value in enumerate(pool):
+                (second_side if place in places else first_side).append(value)
+        apart.append(low(second_side) - low(first_side))
+    measured = low(list(itertools.chain.from_iterable(pool[2:] for pool in pools)))
+    measured -= low(list(itertools.chain.from_iterable(pool[:2] for pool in pools)))
+    return sum(abs(value) >= abs(measured) - 1e-9 for value in apart) / len(apart)
 
 
 def test_the_times_have_the_ratio_that_is_told() -> None:
-    """As measured they may say the opposite: a session that is slow on both sides weighs on one."""
+    """A plain ratio may have the opposite sign: a session that is slow on both sides affects one side more."""
     sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
-    times = known([session(*([time / 1e3 for time in side] for side in pair)) for pair in sides])
-    raw = [sorted(time for pair in sides for time in pair[place])[:4] for place in (0, 1)]
-    before, after = map(statistics.geometric_mean, raw)
+    times = known([session(np.array(before) / 1e3, np.array(after) / 1e3) for before, after in sides])
+    before, after = (
+        statistics.geometric_mean(sorted(itertools.chain.from_iterable(processes))[:4])
+        for processes in zip(*sides, strict=True)
+    )
     assert after / before > 1.014 and times.ratio.point < 0.984
     assert times.after / times.before == pytest.approx(times.ratio.point)
     assert times.after * times.before == pytest.approx(before * after * 1e-6)
@@ -106,7 +110,6 @@ def test_the_times_have_the_ratio_that_is_told() -> None:
     ],
 )
 def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verdict: Verdict, uneven: bool) -> None:
-    """Three of four calls on side B are slower: a verdict that agrees with them stands, with the label."""
     draw = np.random.default_rng(1)
 
     def process(*factors: float) -> Timing:
@@ -121,35 +124,35 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
     assert (times.verdict, times.uneven) == (verdict, uneven)
     assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
-        assert why_unsure(times) == "the mean over all calls does not confirm what the fastest calls say"
+        assert why_unsure(times) == "the mean over all calls contradicts the fastest calls"
     time = next(compare_case(CaseResult(record(None), record(None), tuple(sessions))))
     assert (Label.UNEVEN in time.labels) is uneven
 
 
 def paced(draw: np.random.Generator, wide: float) -> Timing:
-    """Work of a length that varies, then a wait until 5 ms are over: ten rounds of it."""
+    """Ten rounds of work of variable length, then a wait until 5 ms have passed."""
     work = 1 + wide * draw.random(10)
     rows = [(int(1e6 * milliseconds), int(1e6 * (5 - milliseconds)), 100_000) for milliseconds in work]
     return timing(*rows, phases=("gemm", "data_load", "elementwise"))
 
 
 def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
-    """The fastest stretches of different rounds would say that it is."""
+    """The fastest stretches of different rounds would make it faster."""
     for seed in range(40):
         draw = np.random.default_rng(seed)
-        sides = [
-            Session(tuple(paced(draw, 0.2) for _ in range(2)), tuple(paced(draw, 0.8) for _ in range(2)))
-            for _ in range(3)
-        ]
-        times = known(sides)
+        sessions = []
+        for _ in range(3):
+            before = (paced(draw, 0.2), paced(draw, 0.2))
+            after = (paced(draw, 0.8), paced(draw, 0.8))
+            sessions.append(Session(before, after))
+        times = known(sessions)
         assert times.whole and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
-    result = CaseResult(record(sides[0].before[0]), record(sides[0].after[0]), tuple(sides))
+    result = CaseResult(record(sessions[0].before[0]), record(sessions[0].after[0]), tuple(sessions))
     assert Label.WHOLE_STEPS in next(compare_case(result)).labels
 
 
 @for_each("slower", [0.0, 0.004, 0.02])
 def test_chance_is_that_of_all_deals(slower: float) -> None:
-    """Against every deal of three sessions, counted one by one."""
     draw = np.random.default_rng(int(1e4 * slower))
     before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
     after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
@@ -159,25 +162,21 @@ def test_chance_is_that_of_all_deals(slower: float) -> None:
 
 
 def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
-    """With B sped up by a little less than the lower end chance does less, by a little more it does as much."""
     sessions = drawn(3, 4, 0.03)
     times = known(sessions)
     for end, sign in ((times.ratio.low, 1), (times.ratio.high, -1)):
         for step, excused in ((-1e-3, False), (1e-3, True)):
             factor = end * math.exp(sign * step)
-            scaled = [
-                Session(
-                    session.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in session.after)
-                )
-                for session in sessions
-            ]
+            scaled = []
+            for session in sessions:
+                nanoseconds = [process.slots[0].calls_ns[0][0] / factor for process in session.after]
+                scaled.append(replace(session, after=tuple(steady(round(time), 6) for time in nanoseconds)))
             assert (known(scaled).chance > 0.01) is excused
 
 
 @pytest.mark.slow
 @counts(20, 40)
 def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
-    """2.5% among processes that differ by 0.5%: in nearly all of 40 duels; without a change in at most one."""
     slower = [known(drawn(seed, 4, 0.025)) for seed in range(count)]
     faster = [known(drawn(seed, 4, -0.025)) for seed in range(count)]
     flat = [known(drawn(seed, 4)) for seed in range(count)]
@@ -189,7 +188,6 @@ def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
 
 @counts(20, 40)
 def test_slow_modes_are_no_change(count: int) -> None:
-    """Some processes of either side take half as long again, by chance."""
     draw = np.random.default_rng(5)
     alarms = 0
     for _ in range(count):
@@ -199,7 +197,7 @@ def test_slow_modes_are_no_change(count: int) -> None:
     assert alarms <= 0.05 * count
 
 
-def test_the_same_is_the_same() -> None:
+def test_equal_sides_are_called_the_same() -> None:
     times = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
     assert (times.verdict, times.ratio.point, times.chance, times.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
     assert times.ratio.low == pytest.approx(1) and times.ratio.high == pytest.approx(1)
@@ -212,11 +210,11 @@ def test_the_same_is_the_same() -> None:
         ((1.5e-3, 1.6e-3), (1e-3, 1.02e-3), Verdict.FASTER),
         ((1e-3, 1.02e-3), (1.05e-3, 1.06e-3), Verdict.UNSURE),  # not beyond 10%
         ((1e-3, 1.3e-3), (1.2e-3, 1.6e-3), Verdict.UNSURE),  # not in all processes
-        ((1e-3, 1.02e-3), (1.5e-3, 2.6e-3), Verdict.UNSURE),  # one side is as far apart as both are
-        ((1e-3,), (1.5e-3,), Verdict.UNSURE),  # one process a side
+        ((1e-3, 1.02e-3), (1.5e-3, 2.6e-3), Verdict.UNSURE),  # one side varies as much as the sides differ
+        ((1e-3,), (1.5e-3,), Verdict.UNSURE),  # one process per side
     ],
 )
-def test_one_session_tells_what_no_noise_does(
+def test_one_session_decides_only_what_noise_cannot_explain(
     before: Sequence[float], after: Sequence[float], verdict: Verdict
 ) -> None:
     times = known([session(before, after)])
@@ -226,8 +224,6 @@ def test_one_session_tells_what_no_noise_does(
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
-    """Eight sessions of one process a side do as well as three of two. Of 6**8 deals a sample is taken, always the
-    same."""
     pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
     assert not known(pairs[:7]).resolved
     assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
@@ -238,7 +234,6 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
-    """An entry's other rounds may be as fast as they like; without a common round there is no verdict."""
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
     times = known([Session((early, early), (late, late))])
     assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
@@ -265,8 +260,7 @@ def compared_times(*sessions: Session, before: Record | None = None, after: Reco
     return next(compare_case(CaseResult(before or record(None), after or record(None), sessions)))
 
 
-def test_a_slower_side() -> None:
-    """With seconds of both sides, and a chance beyond what deals alone can tell; six deals tell none."""
+def test_a_slower_side_is_found() -> None:
     slower = compared_times(*SLOWER)
     assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
         Direction.WORSE,
@@ -283,8 +277,8 @@ def test_a_slower_side() -> None:
     assert p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
 
 
-def test_values_of_one_side_and_those_that_are_no_cost() -> None:
-    """More decibels are better, so only their error is compared."""
+def test_values_of_one_side_are_not_compared() -> None:
+    """For decibels more is better, so only their error is compared."""
     result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
     found = {comparison.metric: comparison for comparison in compare_case(result)}
     assert set(found) == {"time", "peak_memory"}
@@ -292,7 +286,6 @@ def test_values_of_one_side_and_those_that_are_no_cost() -> None:
 
 
 def test_what_failed_or_is_other_work_is_no_comparison() -> None:
-    """It counts as failed where side A had not; emulated on both sides is the same work."""
     broke = record(None, status=Status.FAILED, reason="it broke")
     low = replace(record(None), support=Support(Level.EMULATED, "no kernel"))
     for found, failed, why in (

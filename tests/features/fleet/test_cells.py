@@ -49,7 +49,6 @@ def of(plan: FleetPlan, store: Path) -> list[str]:
 
 
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
-    """The run holds its group alone and names the cell; the other cell is not touched."""
     now, run = measure(plan, 1, tmp_path)
     assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet"
     assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
@@ -63,7 +62,7 @@ def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
 def test_a_worker_reads_a_run_that_is_whole_once(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each cell would take longer than the one before."""
+    """Otherwise each cell would take longer than the previous one."""
     whole, read = measure(plan, 1, tmp_path)[1], list[Path]()
 
     def reads(path: Path) -> tuple[Run, FileLines]:
@@ -77,8 +76,7 @@ def test_a_worker_reads_a_run_that_is_whole_once(
     assert read == [Path(whole.path)]
 
 
-def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
-    """It stays the same run; a new one is begun beside it where machine or software differ."""
+def test_an_interrupted_cell_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
     _, run = measure(plan, 0, tmp_path)
     path = Path(run.path)
     head = path.read_bytes().splitlines(keepends=True)[0]
@@ -94,7 +92,7 @@ def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> Non
     assert of(plan, tmp_path)[0] == "done"
 
 
-def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
+def test_a_cell_has_one_worker_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
     with lock_folder(folder_of(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
         with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):
@@ -107,7 +105,6 @@ def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) ->
 def test_what_failed_says_why_and_waits_for_retry(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker tries each cell once, and leaves those that another has claimed."""
     begun: list[int] = []
 
     def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
@@ -121,7 +118,7 @@ def test_what_failed_says_why_and_waits_for_retry(
     assert worked(False) == ({0: 2, 1: 0}, {}) and begun == [0, 1]
     failed, waiting = states_of(plan, tmp_path)
     assert failed.status is CellStatus.FAILED and failed.why == "no such device." and len(failed.attempts) == 1
-    assert waiting.status is CellStatus.WAITING  # it ended well, and left no run
+    assert waiting.status is CellStatus.WAITING  # it exited with 0, without a run
     assert worked(True)[0][0] == 2 and len(begun) == 4
     with lock_folder(folder_of(plan, 0, tmp_path) / "claim", 0), lock_folder(folder_of(plan, 1, tmp_path) / "claim", 0):
         done, left = worked(True)
@@ -137,7 +134,7 @@ def garbled(path: Path) -> None:
 
 
 def flipped(store: Path, line: int) -> None:
-    """Changes a digit of a line of the only run on the disk."""
+    """Changes a digit in a line of the only stored run."""
     (path,) = store.rglob("*.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     lines[line] = lines[line].replace(b'"gemm', b'"gemn', 1)
@@ -162,7 +159,6 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 def test_what_is_damaged_is_a_state_of_its_cell(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_: Callable[[Path, Path], None], words: str
 ) -> None:
-    """Other cells are measured all the same; a cell with damaged notes only is done once it has a run."""
     if words.startswith("line"):
         measure(plan, 0, tmp_path)
     break_(folder_of(plan, 0, tmp_path), tmp_path)

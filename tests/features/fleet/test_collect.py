@@ -25,7 +25,7 @@ OTHER = "b000000"
 
 
 def stores(folder: Path) -> tuple[Path, Path]:
-    """Two machines' stores: two cells of the plan on the first, one on the other with a run of no plan."""
+    """Two machines' stores: two cells of the plan on the first, one on the other with a run outside the plan."""
     for name, cells in (("a", (0, 1)), ("b", (0,))):
         for cell in cells:
             run = run_at(1, 24.0 * cell + ord(name), id=f"{name}{cell}00000", cell=f"{PLAN.id}/{cell}")
@@ -39,8 +39,7 @@ def collected(folder: Path) -> Collected:
     return collect(PLAN, (folder / "a", folder / "b"), folder / "out")
 
 
-def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
-    """All readers of a store find them, and the plan lies beside them."""
+def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
     two, out = stores(tmp_path), tmp_path / "out"
     made = collected(tmp_path)
     assert made.taken == {"node-a": 2, "node-b": 1} and +made.left == {"of no cell of the plan": 1} and not made.failed
@@ -49,9 +48,9 @@ def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -
         "machine=node-a/month=2026-01",
         "machine=node-b/month=2026-01",
     }
-    assert {path.name: content for path, (content, _) in copies.items()}.items() <= {
-        path.name: path.read_bytes() for store in two for path in all_files(store)
-    }.items()
+    sources = {path.name: path.read_bytes() for path in [*all_files(two[0]), *all_files(two[1])]}
+    for path, (content, _) in copies.items():
+        assert sources[path.name] == content
     again = collect(PLAN, (*two, two[0]), out)
     assert (again.same, again.taken, again.failed) == (3, {}, [])
     assert copies == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in all_files(out)}
@@ -65,8 +64,7 @@ def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -
     assert sum(collect(None, two, tmp_path / "every").taken.values()) == 4
 
 
-def test_one_that_was_gone_on_with_replaces_its_beginning(tmp_path: Path) -> None:
-    """A beginning that comes later changes nothing."""
+def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
     path = find_run(OTHER, stores(tmp_path)[1])
     whole = path.read_bytes()
     beginning = whole[: whole.rindex(b'{"end"')]
@@ -89,7 +87,7 @@ def test_one_that_was_gone_on_with_replaces_its_beginning(tmp_path: Path) -> Non
         ("nothing", "nothing came of the machine"),
     ],
 )
-def test_what_is_wrong_is_named_and_costs_nobody_the_rest(tmp_path: Path, what: str, said: str) -> None:
+def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: str, said: str) -> None:
     store = stores(tmp_path)[1]
     path = find_run(OTHER, store)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -112,14 +110,14 @@ def test_what_is_wrong_is_named_and_costs_nobody_the_rest(tmp_path: Path, what: 
     assert made.taken["node-b"] == (what == "foreign")
 
 
-def test_what_is_being_measured_waits(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_not_collected(tmp_path: Path) -> None:
     with find_run(OTHER, stores(tmp_path)[1]).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         made = collected(tmp_path)
     assert made.taken["node-b"] == 0 and any("still being measured" in why for why in +made.left)
 
 
-def test_a_store_into_itself_or_another_plan_of_the_id(tmp_path: Path) -> None:
+def test_a_store_is_not_collected_into_itself_or_over_another_plan(tmp_path: Path) -> None:
     first, _ = stores(tmp_path)
     assert "is this store" in collect(PLAN, [first], first).failed[0]
     write_plan(replace(PLAN, command="another"), tmp_path / "out" / "plans" / f"{PLAN.id}.json")
@@ -127,7 +125,7 @@ def test_a_store_into_itself_or_another_plan_of_the_id(tmp_path: Path) -> None:
         collected(tmp_path)
 
 
-def test_on_the_command_line(tmp_path: Path, fp8bench: Say) -> None:
+def test_the_command_collects_stores(tmp_path: Path, fp8bench: Say) -> None:
     two, file = stores(tmp_path), tmp_path / "plan.json"
     write_plan(PLAN, file)
     words = ("fleet", "collect", "--store", str(tmp_path / "out"), str(file), *map(str, two))

@@ -11,7 +11,7 @@ from tests.counts import for_each
 from tests.older import changed_document
 
 
-def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
+def test_a_plan_is_worked_on_and_its_status_printed(plan: Path, fp8bench: Say) -> None:
     for seen in ("gemm (48 x 48 x 48", "is done: run"):
         code, out, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
         assert code == 0 and seen in out + err
@@ -32,19 +32,18 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
         ("suite", "gemm --dry-run --write-plan .", "it is a directory"),
         ("suite", "gemm --dry-run --write-plan PLAN/x", "cannot be written"),
         ("fleet", "status PLAN --store PLAN", "is a file, expected a folder"),
-        # Before anybody begins; root may write everywhere but below a file.
+        # Before the work begins; root can write anywhere except below a file.
         ("fleet", "work PLAN --store PLAN/store", "cannot be written"),
         ("fleet", "work PLAN --workers 2 --store PLAN/store", "cannot be written"),
         ("fleet", "submit PLAN --on slurm --store PLAN/store", "cannot be written"),
     ],
 )
-def test_nonsense(plan: Path, fp8bench: Say, command: str, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(plan: Path, fp8bench: Say, command: str, words: str, said: str) -> None:
     code, _, err = fp8bench(command, *words.replace("PLAN", str(plan)).split())
     assert code == 2 and said in " ".join(err.split())
 
 
-def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
-    """Also why a cell failed, and that nothing waits."""
+def test_a_worker_reports_its_results(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
     assert fp8bench("suite", "--plan", str(plan), "--cell", "1", "--no-report")[0] == 0
     code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
     assert code == 0 and "0 of 3 cells begun here; 1 done, 2 waiting" in " ".join(err.split())

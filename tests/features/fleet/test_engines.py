@@ -29,7 +29,7 @@ from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import read_plan, states_of, write_plan
 from tests.commands import ROOT, Say
 
-# Whoever started pytest in the background has made its processes ignore SIGINT.
+# pytest in the background makes its child processes ignore SIGINT.
 _MAIN = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from fp8bench.__main__ import run; sys.exit(run())"
@@ -65,7 +65,6 @@ def states(plan: Path, store: Path) -> set[str]:
 
 @pytest.mark.nightly
 def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path) -> None:
-    """The next workers measure what is left."""
     words = [sys.executable, "-c", _MAIN, "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]
     with subprocess.Popen(
         words,
@@ -94,8 +93,7 @@ def until(true: Callable[[], bool], seconds: float = 240) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("slurm")
-def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
-    """Each worker is a job; a refusal has sbatch's own words."""
+def test_slurm_runs_each_worker_as_a_job(plan: Path, fp8bench: Say, store: Path) -> None:
     options = ("--option", "exclusive=no", "--option", "comment=cells")
     code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--workers", "2", "--wait", *options)
     assert code == 0 and "3 done." in out, (out, err)
@@ -127,18 +125,18 @@ def test_an_interrupt_cancels_the_jobs_of_slurm(
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster of this machine alone, on loopback and free ports."""
+    """A cluster of only this machine, on loopback and free ports."""
     missing = [name for name in _DAEMONS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]
     if missing:
         pytest.skip(f"needs {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)")
-    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="slurm-"))  # the name of a socket may have 107 letters
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="slurm-"))  # socket names are limited to 107 characters
     for part in ("controller", "node"):
         (folder / part).mkdir(mode=0o755)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-    host = socket.gethostname().partition(".")[0]  # as Slurm calls this machine
+    host = socket.gethostname().partition(".")[0]  # Slurm's name of this machine
     (folder / "slurm.conf").write_text(
         _CONFIGURATION.format(folder=folder, host=host, user=user, ports=ports(), cpus=os.cpu_count())
     )
@@ -171,7 +169,7 @@ def ports() -> list[int]:
         return [held.getsockname()[1] for held in (one, other)]
 
 
-# Ray maps 127.0.0.1 to the address of another interface, in the node and in whoever calls it.
+# Ray maps 127.0.0.1 to a different interface's address, in the node and in its callers.
 _LOOPBACK = "from ray._private import services; services.resolve_ip_for_localhost = lambda host: host\n"
 _NODE = """
 import sys, ray
@@ -200,11 +198,11 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     (tmp_path / "beside" / "amdsmi.py").write_text("")
     path = os.pathsep.join((str(tmp_path / "beside"), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["RAY_AUTH_MODE"] = "token"  # which the node makes, and keeps at home
+    environment["RAY_AUTH_MODE"] = "token"  # created by the node in its home
     environment.pop("OMP_NUM_THREADS", None)
     words = [sys.executable, "-c", _LOOPBACK + _NODE]
     with (
-        tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as short,  # names of its sockets may have 107 letters
+        tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as short,  # socket names are limited to 107 characters
         subprocess.Popen(
             [*words, short], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as node,
@@ -219,7 +217,6 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 @pytest.mark.nightly
 def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[str, dict[str, str]]) -> None:
-    """Each once; none for a device that no node offers. Threads are not Ray's choice."""
     address, environment = cluster
     words = [sys.executable, "-c", _LOOPBACK + _FLEET, "fleet", "submit", "PLAN", "--store", str(store), "--on", "ray"]
     words += ["--option", f"address={address}", "--wait"]
@@ -247,7 +244,7 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
     assert again.returncode == 0 and [len(state.attempts) for state in states_of(held, store)] == [1, 1, 1]
 
 
-def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
     order = Order(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
@@ -255,7 +252,7 @@ def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, mon
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
         ("ray", replace(order, stays=True, options={"partition": "gpu"}), "the option address alone, not partition"),
-        ("ray", replace(order, stays=True), "does not say what devices it is for"),
+        ("ray", replace(order, stays=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
             start(engine, given, lambda jobs: None)

@@ -21,7 +21,7 @@ _GONE_SECONDS = 300
 
 
 def processes(words: Path) -> dict[int, str]:
-    """Returns processes with this path on their command line, and what they are."""
+    """Processes with this path on their command line, and their roles."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -42,7 +42,7 @@ def killed(numbers: list[int]) -> None:
 
 
 def victims(at_work: dict[int, str], first: int, moments: random.Random) -> tuple[str, list[int]]:
-    """Whom a kill strikes: everybody, the command alone, one worker, or the process of one cell."""
+    """The processes to kill: all, only the command, one worker, or one cell's process."""
     cells = [number for number, command in at_work.items() if "--cell" in command and " suite " in command]
     workers = [number for number, command in at_work.items() if " fleet work " in command and number != first]
     choices = {"all": [*at_work], "command": [first], "worker": workers[:1], "cell": cells[:1]}
@@ -51,12 +51,12 @@ def victims(at_work: dict[int, str], first: int, moments: random.Random) -> tupl
 
 
 def whole_runs(store: Path) -> dict[str, tuple[str, bytes]]:
-    """Returns cell and bytes of each whole run, by file."""
+    """The cell and bytes of each complete run, by file."""
     return {str(path): (run.cell, path.read_bytes()) for path in run_files(store) if is_whole(run := load_run(path))}
 
 
 def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: random.Random) -> tuple[int, str]:
-    """Returns how a command ended and whom it lost; '' where it was faster than the kill."""
+    """How a command ended and what it lost; '' if it finished before the kill."""
     with log.open("wb") as out:
         command = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     name = ""
@@ -82,9 +82,13 @@ def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: 
     [pytest.param(3, 6.0, marks=pytest.mark.slow), pytest.param(30, 30.0, marks=pytest.mark.nightly)],
 )
 @pytest.mark.timeout(7200)
-def test_killed_at_any_moment(kills: int, longest: float, plan: Path, store: Path, tmp_path: Path) -> None:
-    """Afterwards every cell gets one whole run, and those that were whole before are untouched. So many kills, in as
-    many fleets as that takes. Workers that are left end by themselves."""
+def test_kills_at_any_moment_lose_no_finished_cell(
+    kills: int, longest: float, plan: Path, store: Path, tmp_path: Path
+) -> None:
+    """Afterwards every cell gets one complete run, and runs complete before are untouched.
+
+    Uses as many fleets as the kills need. Remaining workers end by themselves.
+    """
     log, moments = tmp_path / "log", random.Random(kills)
     struck: Counter[str] = Counter()
     fleets = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -15,15 +13,13 @@ from tests.counts import for_each
 def fleet(
     random: np.random.Generator, machines: int, cases: int, spread: float, **odd: float
 ) -> dict[str, dict[str, float]]:
-    """Times of honest machines, each a little slow or fast in everything, and in each case; `odd` are factors."""
+    """Times of honest machines, each with small common and per-case factors; `odd` are extra factors."""
     logs = random.normal(0, spread, (1 + cases, machines))
-    return {
-        f"case {case}": {
-            f"m{number}": math.exp(log) * (1 + case) * odd.get(f"m{number}", 1.0)
-            for number, log in enumerate(logs[0] + logs[1 + case])
-        }
-        for case in range(cases)
-    }
+    times = {}
+    for case in range(cases):
+        seconds = (1 + case) * np.exp(logs[0] + logs[1 + case])
+        times[f"case {case}"] = {f"m{number}": one * odd.get(f"m{number}", 1.0) for number, one in enumerate(seconds)}
+    return times
 
 
 def odd(times: dict[str, dict[str, float]]) -> set[str]:
@@ -32,24 +28,21 @@ def odd(times: dict[str, dict[str, float]]) -> set[str]:
 
 @for_each(("machines", "spread", "most"), [(7, 0.01, 1), (7, 0.1, 30), (17, 0.1, 8)])
 def test_honest_fleets_are_seldom_named(machines: int, spread: float, most: int) -> None:
-    """Of 300 fleets with 6 cases, as the comment at LIMIT says."""
     random = np.random.default_rng(machines)
     assert sum(bool(odd(fleet(random, machines, 6, spread))) for _ in range(300)) <= most
 
 
 @for_each(("machines", "slow"), [(6, ("m1",)), (8, ("m1", "m5", "m7")), (16, ("m3",))])
-def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
+def test_only_slow_machines_are_named(machines: int, slow: tuple[str, ...]) -> None:
     times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))
     assert odd(times) == set(slow)
 
 
 def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
-    """Ratios of the median case: 0.96, 0.98, 1, 1, 1.02, 1.5; their middle is 1, the median deviation 0.02."""
     ratios = dict(zip("abcdef", (0.96, 0.98, 1.0, 1.0, 1.02, 1.5), strict=True))
-    times = {
-        case: {machine: scale * ratio for machine, ratio in ratios.items()}
-        for case, scale in (("one", 1.0), ("two", 3.0), ("three", 7.0))
-    }
+    times = {}
+    for case, scale in (("one", 1.0), ("two", 3.0), ("three", 7.0)):
+        times[case] = {machine: scale * ratio for machine, ratio in ratios.items()}
     times["two"]["f"] = 900.0
     deviation = find_deviations(times)["f"]
     assert deviation.ratio == pytest.approx(1.5) and deviation.score == pytest.approx(25) and deviation.odd
@@ -60,8 +53,7 @@ def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
     assert not find_deviations(times)["f"].odd
 
 
-def test_too_few_and_too_alike() -> None:
-    """Five machines show nothing; among equal ones a small change is ignored, and a large one is not."""
+def test_few_or_equal_machines_show_nothing() -> None:
     assert find_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
     equal = dict.fromkeys("uvwxyz", 1.0)
     assert not odd({"a": equal})

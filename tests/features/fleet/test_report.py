@@ -1,7 +1,7 @@
-"""What is planted in a fleet is named in its report, each for what it is; an honest fleet is left alone.
+"""Planted faults of a fleet are named in its report; an honest fleet gets no remarks.
 
-Cells are measured once, for real, and become other machines' by their names, times and ids; what is planted is planted
-there.
+Cells are measured once for real and copied to other machines with changed names, times and ids, where faults are
+planted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.commands import Say, unfolded
 from tests.older import as_older
 
 Lines = list[dict[str, Any]]
-# Changes the lines of a run, whose first one has the header.
+# Changes the lines of a run; the first holds the header.
 Plant = Callable[[dict[str, Any], Lines], object]
 
 
@@ -40,7 +40,7 @@ class Fleet:
         self._random = random.Random(1)
 
     def add(self, name: str, plant: Plant = lambda head, lines: None, factor: float = 1.0) -> None:
-        """Adds a machine whose times scatter by 1%, in everything and by case; `factor` makes it slower."""
+        """Adds a machine with 1% noise, common and by case; `factor` makes it slower."""
         own = self._random.gauss(0, 0.01)
         for run in self.runs:
             self.count += 1
@@ -51,7 +51,8 @@ class Fleet:
             for line in lines:
                 for slot in line.get("record", {}).get("timing", {}).get("slots", ()):
                     scale = factor * (1 + own + self._random.gauss(0, 0.003))
-                    slot["calls_ns"] = [[round(cell * scale) for cell in call] for call in slot["calls_ns"]]
+                    for call in slot["calls_ns"]:
+                        call[:] = [round(cell * scale) for cell in call]
             plant(head, lines)
             if lines:
                 file = self.folder / name / "runs" / name / f"20260101T000000.000Z-nocommit-{head['id']}.jsonl"
@@ -72,7 +73,7 @@ def _failed(head: dict[str, Any], lines: Lines) -> None:
 
 
 def _dead(head: dict[str, Any], lines: Lines) -> None:
-    """Killed in its first cell: only a header is left."""
+    """Killed in its first cell: only a header remains."""
     del lines[1 if head["cell"].endswith("/0") else 0 :]
 
 
@@ -111,7 +112,7 @@ def reported(fleet: Fleet, fp8bench: Say, *words: str) -> tuple[int, str]:
 
 
 def named(out: str) -> dict[tuple[str, str], str]:
-    """Returns why, by machine and problem, from a report as JSON."""
+    """Reasons by machine and problem, from a report as JSON."""
     return {(alarm["machine"], alarm["what"]): alarm["words"] for alarm in json.loads(out)["alarms"]}
 
 
@@ -148,7 +149,7 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
     assert all(name in text for name in ("slow", "fast", "dead", "old"))
     told = list(csv.DictReader(io.StringIO(rows.read_text())))
     assert {row["machine"] for row in told if float(row["ratio"]) > 1.5} == {"slow"}
-    # Other hardware stands beside with a ratio; other software with the differing field and no ratio.
+    # Different hardware is listed with a ratio; different software with the field that differs and no ratio.
     kinds = {row["machine"]: row["kind"] for row in told}
     assert len({kinds[name] for name in ("honest0", "other", "old")}) == 3
     why_not = json.loads(out)["why_not"]
@@ -158,7 +159,6 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
 def test_machines_that_share_the_cells_lack_nothing(
     measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path
 ) -> None:
-    """Each cell is measured once; cells that nobody has measured are named."""
     for place, name in enumerate(("one", "two", "three")):
         made = Fleet(tmp_path / "stores", measured[0], measured[1][place : place + 1])
         made.count = place
@@ -170,7 +170,7 @@ def test_machines_that_share_the_cells_lack_nothing(
     assert code == 0 and "2 of 3 cells were measured completely" in out and "measured by no machine: gemm" in out
 
 
-def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
+def test_a_report_of_bad_files_gives_a_message(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words, said in (
         ((str(tmp_path / "empty"),), "has no run"),

@@ -1,6 +1,6 @@
-"""Builds in which one case may be slower, drawn by seed and judged by the gate's own code; suspects are drawn again.
+"""Random builds in which one case may be slower, judged by the gate; suspects are drawn again.
 
-`share_failing` plants what a build in which nothing changed says that it would find in another build of the same kind.
+`share_failing` plants the slow-down that an unchanged build claims to detect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.fakes import steady
 
 CASES = 100
 WITHIN = 0.003
-# Whatever differs by more than chance fails.
+# Fails on any difference beyond chance.
 NO_THRESHOLD = (ThresholdRule("*", "*", 0.0, 0.0),)
 Run = list[float]
 
@@ -58,7 +58,7 @@ class Setting:
         return draw.expovariate(1) if self.one_sided else draw.gauss(0, 1)
 
     def run(self, draw: random.Random, planted: float) -> Run:
-        """Returns the logarithms of the times of all cases, the first of which is `planted` times as slow."""
+        """Log times of all cases; the first is `planted` times as slow."""
         shared = self.together * self.noise(draw)
         logs = [shared + math.hypot(self.between, WITHIN) * self.noise(draw) for _ in range(CASES)]
         return [logs[0] + math.log(planted), *logs[1:]]
@@ -77,7 +77,7 @@ def build(
 
 
 def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> GateVerdict:
-    """Judges such builds with the gate's usual thresholds; suspects are drawn again."""
+    """Judges such builds with the gate's default thresholds; suspects are drawn again."""
     before = [setting.run(draw, 1.0) for _ in range(setting.before)]
     after = [setting.run(draw, planted) for _ in range(setting.after)]
 
@@ -89,7 +89,7 @@ def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> Gat
 
 
 def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
-    """Judges a duel of one case, whose processes lie so far apart; sessions of further duels add up."""
+    """Judges a duel of one case whose processes vary by `spread`; sessions of repeated duels are added."""
     pool: Pool = {}
 
     def duel() -> Duel:
@@ -110,24 +110,26 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
     return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Second.DUEL), (), True, SILENT)
 
 
+def _estimates(runs: Sequence[Run], case: int) -> tuple[Estimate, ...]:
+    return tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in runs)
+
+
 def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()) -> Iterator[Comparison]:
     for case in range(CASES):
-        old, new, others = (
-            tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after, beside)
-        )
+        old, new, others = (_estimates(runs, case) for runs in (before, after, beside))
         yield compare_figures(
             MatchedFigures(TIME, "s", old, new, extra=others), f"made[case={case}]@cpu/bf16", "made", ()
         )
 
 
 def false_alarms(setting: Setting, builds: int) -> float:
-    """Returns the share of builds that fail although nothing has changed."""
+    """The share of unchanged builds that fail."""
     draw = random.Random(0)
     return sum(any(map(_fails, build(setting, draw))) for _ in range(builds)) / builds
 
 
 def found(setting: Setting, planted: float, builds: int) -> float:
-    """Returns the share of builds in which the one case that became slower fails."""
+    """The share of builds in which the one slower case fails."""
     draw = random.Random(0)
     return sum(_fails(build(setting, draw, planted)[0]) for _ in range(builds)) / builds
 
@@ -136,7 +138,7 @@ def _fails(judged: JudgedFigure) -> bool:
     return judged.outcome is GateOutcome.REGRESSION
 
 
-# Draws a build with a case that is slower by a share: whether that fails, and what the build says that it would find.
+# Draws a build with one case slower by a share; returns whether it fails, and the slow-down it claims to detect.
 Build = Callable[[random.Random, float], tuple[bool, Sight]]
 
 
@@ -158,7 +160,7 @@ def stored(setting: Setting) -> Build:
 
 
 def nights(count: int, between: float) -> Build:
-    """A history of so many nights; what is planted comes with the last nights in which a step can be found."""
+    """A history of `count` nights; the planted step is in the last place where it can be found."""
 
     def of(draw: random.Random, planted: float) -> tuple[bool, Sight]:
         logs = np.array([draw.gauss(0, between) for _ in range(count)])

@@ -1,4 +1,4 @@
-"""A folder with a suite as slow as a module beside it says, and commands that run there in processes of their own."""
+"""A folder with a suite whose speed a neighbouring module sets; commands run there as separate processes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class Paced(Workload):
 
 
 class PacedFolder:
-    """A folder with a suite whose bf16 takes so many steps: the regression may be planted unseen by digests, or
-    committed."""
+    """A folder with a suite whose bf16 runs as many steps as pace.py says.
+
+    A slower pace may be committed, or stay out of what digests see.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.store = path, path / ".fp8bench"
@@ -68,7 +70,7 @@ class PacedFolder:
         )
 
     def measure(self, *words: str) -> str:
-        """Measures a run of it as it is, and returns its id."""
+        """Measures a run of the current state; returns its id."""
         done = self.run("suite", "./mine.py", "--dtypes", "fp32,bf16", "--no-report", *words)
         assert done.returncode in (0, 3), done.stderr
         return next(run_files(self.store)).stem.rpartition("-")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tests.counts import SLOW, for_each
 from tests.features.gate.paced import PacedFolder
 from tests.histories import commit, history, keep, records, run_at, tree
 
-# Whether the machine has slowed down is not what these tests are about, nor what other processes make of some
-# milliseconds: what is planted is far beyond five times, which nobody takes for what others did.
+# These tests are not about a machine that slowed down, nor about noise of a few milliseconds: planted slow-downs are
+# far above a factor of five, the limit for noise.
 RULES = '"*fp32":\n  time: ignore\n"*bf16":\n  relative_time: {relative: 900%}\n'
 FEW, MANY = 20_000, 32 * 20_000
 
@@ -31,13 +32,13 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 def measured(store: Path, number: int, milliseconds: float = 1.0, status: Status = Status.OK) -> None:
-    """Five runs of a commit, which lie half a percent apart: with five more there is power."""
+    """Five runs of a commit, 0.5% apart: enough power together with five more."""
     for run in range(5):
         some = tuple(records(milliseconds * (1 + 0.001 * run), status))
         keep(store, run_at(number, number + 1 + run / 10, records=some))
 
 
-def test_nothing_is_worse(store: Path, say: Say) -> None:
+def test_unchanged_runs_pass(store: Path, say: Say) -> None:
     for number in range(2):
         measured(store, number)
     before = tree(store)
@@ -46,7 +47,6 @@ def test_nothing_is_worse(store: Path, say: Say) -> None:
 
 
 def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> None:
-    """It fails and says why nobody has confirmed it; all files are written."""
     measured(store, 0)
     measured(store, 1, 1.5)
     code, out, err = say(commit(0), commit(1), "--junit", "out.xml", "--md", "out.md")
@@ -56,7 +56,6 @@ def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> No
 
 
 def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By that run's own question: suites that were measured one by one are runs of their own."""
     asked: list[tuple[str, set[str]]] = []
 
     def again(run: Run, cases: set[str], *_: object) -> tuple[None, str]:
@@ -69,10 +68,10 @@ def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypa
         for hour, some in ((1, tuple(records(time))), (1.5, others)):
             keep(store, run_at(number, number + hour, records=some))
     assert say(commit(0), commit(1))[0] == 1
-    assert sorted((run, {case.partition("[")[0] for case in cases}) for run, cases in asked) == [
-        ("000000c8", {"gemm"}),
-        ("000000fa", {"copy"}),
-    ]
+    suites = {}
+    for run, cases in asked:
+        suites[run] = {case.partition("[")[0] for case in cases}
+    assert len(asked) == 2 and suites == {"000000c8": {"gemm"}, "000000fa": {"copy"}}
 
 
 def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: Say) -> None:
@@ -86,7 +85,6 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
 
 @for_each(("times", "code"), [(1.0, 4), (1.5, 1)])
 def test_a_gate_that_cannot_see_does_not_pass(tmp_path: Path, say: Say, times: float, code: int) -> None:
-    """One run against one cannot find 5%, and says so, unless there is a regression."""
     history(tmp_path, 1.0, times)
     ended, out, _ = say(commit(0), commit(1), "--no-rerun", "--store", str(tmp_path), "--junit", "out.xml")
     assert ended == code and "smallest slow-down: at least +" in out and ", threshold +5.0%" in out
@@ -97,7 +95,6 @@ def test_a_gate_that_cannot_see_does_not_pass(tmp_path: Path, say: Say, times: f
 
 
 def test_thresholds_from_a_file(store: Path, say: Say) -> None:
-    """Higher ones let it pass; a file whose rules fit nothing is refused, and no green file is left behind."""
     measured(store, 0)
     measured(store, 1, 1.5)
     Path("wide.yaml").write_text("gemm:\n  '*time': {relative: 60%}\n")
@@ -111,10 +108,10 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
 
 
 @for_each("facts", [{}, {"imports_sha256": "9"}, {"commit": "f" * 40}])
-def test_a_duel_where_it_asks_the_same_question(
+def test_a_duel_runs_only_for_the_current_code(
     tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar]
 ) -> None:
-    """A duel measures what is here: it would clear other code of the user's, or another commit."""
+    """A duel measures the current tree: for other user code or another commit it would clear the wrong code."""
     monkeypatch.chdir(tmp_path)
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
@@ -133,7 +130,6 @@ def test_a_duel_where_it_asks_the_same_question(
 
 
 def test_a_case_that_failed_or_was_never_measured(store: Path, say: Say) -> None:
-    """Code 3 where that is new; a known failure is not, and another run with the case mends it."""
     measured(store, 0)
     measured(store, 1, status=Status.FAILED)
     code, out, _ = say(commit(0), commit(1), "--junit", "out.xml")
@@ -178,7 +174,9 @@ def changed(**changes: Any) -> tuple[Record, ...]:
         ),
     ],
 )
-def test_never_green_for_nothing(tmp_path: Path, say: Say, runs: list[Run], code: int, expected: str) -> None:
+def test_a_gate_without_figures_does_not_pass(
+    tmp_path: Path, say: Say, runs: list[Run], code: int, expected: str
+) -> None:
     for run in runs:
         keep(tmp_path, run)
     ended, out, _ = say(commit(0), commit(1), "--store", str(tmp_path), "--junit", "out.xml")
@@ -205,7 +203,7 @@ SIDES = [commit(0), commit(1)]
         ([*SIDES, "--junit", "no/such/file"], "--junit 'no/such/file' cannot be"),
     ],
 )
-def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
+def test_bad_arguments_are_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
     if not store.exists():
         history(store, 1.0, 1.5)
     code, out, err = say(*words)
@@ -213,8 +211,7 @@ def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None
 
 
 @pytest.mark.slow
-def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
-    """In a fresh process, kept as a run of its own: confirmed, cleared or failed."""
+def test_another_run_confirms_or_clears_a_suspect(tmp_path: Path) -> None:
     folder = PacedFolder(tmp_path)
     (tmp_path / "rules.yaml").write_text(RULES)
     sides = []
@@ -245,7 +242,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> PacedFolder:
 
 @pytest.fixture(scope="module")
 def duel(repository: PacedFolder) -> Path:
-    """With the commit of the baseline: code 1, and the duel is kept."""
+    """With the commit of the baseline: code 1, and the duel is stored."""
     done = repository.run("gate", "HEAD~1", "HEAD", "--junit", "gated.xml")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "in duel" in done.stdout and "it was so again" in done.stdout
@@ -255,13 +252,13 @@ def duel(repository: PacedFolder) -> Path:
 
 def test_commits_are_settled_by_a_duel(repository: PacedFolder, duel: Path) -> None:
     xml = JUnitXml.fromfile(str(repository.path / "gated.xml"))
-    (failure,) = (result for suite in xml for case in suite for result in case.result if result._tag == "failure")
+    results = chain.from_iterable(case.result for case in chain.from_iterable(xml))
+    (failure,) = (result for result in results if result._tag == "failure")
     assert xml.failures == 1
     assert all(words in failure.text for words in ("first look", "cross-run", "second look", "paired"))
 
 
 def test_a_duel_of_another_commit_cannot_be_repeated(repository: PacedFolder, duel: Path) -> None:
-    """And a duel that was cut off has no result: code 3."""
     git(repository.path, "commit", "-q", "--allow-empty", "-m", "later")
     done = repository.run("gate", "--duel", str(duel))
     assert done.returncode == 1 and "the duel was of commit" in " ".join(done.stdout.split())

@@ -38,8 +38,8 @@ def times(ratio: float, spread: float, seed: int = 0) -> tuple[Session, ...]:
     sessions = []
     for _ in range(4):
         logs = draw.normal(0, spread, 4) + np.log(1e6) + np.array([0, 0, np.log(ratio), np.log(ratio)])
-        before, after = ([steady(round(value), 12) for value in np.exp(pair)] for pair in (logs[:2], logs[2:]))
-        sessions.append(Session(tuple(before), tuple(after)))
+        timings = tuple(steady(round(value), 12) for value in np.exp(logs))
+        sessions.append(Session(timings[:2], timings[2:]))
     return tuple(sessions)
 
 
@@ -52,7 +52,7 @@ def case(
     after: dict[str, Any] | None = None,
     sessions: bool = True,
 ) -> CaseResult:
-    """One case: how much slower it became, its error on head (1e-3 on base), how its sides ended."""
+    """A case with its slow-down, its error on head (1e-3 on base), and the statuses of its sides."""
     sides = [
         record(None, precision, **{"measurements": (Measurement("sum_error", "", (value,)),), **(changes or {})})
         for value, changes in ((1e-3, before), (error, after))
@@ -90,8 +90,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 
 
 @for_each("name", CASES)
-def test_the_outcome(name: str) -> None:
-    """It is the first thing said, with its figure next; a reason for each but no regression; in 25 lines."""
+def test_the_comment_begins_with_the_outcome(name: str) -> None:
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
@@ -115,7 +114,7 @@ def markdown_free(text: str) -> str:
     return re.sub(r"[\\`]", "", text)
 
 
-def test_a_case_that_was_cut_off() -> None:
+def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
     verdict, duel = verdict_of([case()])
     lost = GateSource("duel", (failed_case("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
     for unfinished in (judge_source(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
@@ -123,13 +122,12 @@ def test_a_case_that_was_cut_off() -> None:
     assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
 
 
-def test_what_the_table_says() -> None:
-    """Changes with intervals, and the smallest slow-down that would have been found; counts are exact."""
+def test_the_table_lists_changes_with_intervals() -> None:
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     text = comment(review(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    cells = [re.split(r" *\| *", row)[1:-1] for row in rows]
     assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;smallest slow-down;worse is;verdict"
     figure, _, _, change, smallest, _, word = cells[2]
     assert "bf16 time" in figure and change.startswith("+30") and "\\[+" in change
@@ -138,15 +136,18 @@ def test_what_the_table_says() -> None:
 
 
 @pytest.mark.slow
-def test_many_cases_are_25_lines() -> None:
-    """Of every kind at once, with very long reasons and notes."""
-
+def test_a_comment_on_many_cases_has_25_lines() -> None:
     def wordy(record: Record, place: int) -> Record:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
 
-    every = enumerate(result for results, _, _ in [*CASES.values()] * 2 for result in results)
-    many = [replace(one, before=wordy(one.before, place), after=wordy(one.after, place)) for place, one in every]
+    results: list[CaseResult] = []
+    for some, _, _ in [*CASES.values()] * 2:
+        results += some
+    many = [
+        replace(one, before=wordy(one.before, place), after=wordy(one.after, place))
+        for place, one in enumerate(results)
+    ]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
     text = comment(review(verdict, duel), verdict, duel, "fp8bench gate")
@@ -198,7 +199,7 @@ class Job:
         )
 
     def compared(self, base: str) -> tuple[dict[str, str], str]:
-        """Returns the outputs and the comment of the step that compares."""
+        """The outputs and the comment of the comparing step."""
         (self.temp / "output").unlink(missing_ok=True)
         done = self.step("compare", BASE=base)
         assert done.returncode == 0, done.stderr
@@ -214,8 +215,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.nightly
-def test_the_action_on_two_commits(job: Job) -> None:
-    """Head takes three times as long as base: two duels of one session say so."""
+def test_the_action_compares_two_commits(job: Job) -> None:
     base = job.repository.commit(20_000)
     job.repository.commit(60_000)
     outputs, text = job.compared(base)
@@ -225,8 +225,7 @@ def test_the_action_on_two_commits(job: Job) -> None:
     assert job.step("verdict", CODE=outputs["code"], STATUS=outputs["status"]).returncode == 1
 
 
-def test_an_action_that_cannot_compare(job: Job) -> None:
-    """For lack of the commit, or of a program: it says so all the same."""
+def test_an_action_that_cannot_compare_names_the_cause(job: Job) -> None:
     first = job.repository.commit(20_000)
     outputs, text = job.compared("0" * 40)
     assert outputs == {"code": "2", "status": "infrastructure error"} and "is not a commit of the repository" in text
@@ -247,10 +246,9 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
         ("4", False, "true", "", 4, "::warning::fp8bench: a word. This job is red"),
     ],
 )
-def test_the_check_and_the_verdict_of_the_action(
+def test_the_action_sets_a_check_with_its_verdict(
     tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
 ) -> None:
-    """The check has the word where the token may write it; what nobody can tell is never said to be fine."""
     (tmp_path / "checkout").mkdir(exist_ok=True)
     job, words = Job(tmp_path / "checkout"), {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
     (job.temp / "comment.md").write_text("# fp8bench: a word\n")
@@ -270,7 +268,6 @@ def test_the_check_and_the_verdict_of_the_action(
 
 
 def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
-    """Known by its beginning; without the right to write, the job goes on."""
     (job.temp / "comment.md").write_text("# fp8bench: no regression above 5%\n")
     calls = job.temp / "calls"
     for mine, expected in (("", "--method POST issue"), ("17", "--method PATCH comments/17")):
@@ -284,5 +281,5 @@ def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
 
 
 def test_no_script_of_the_action_holds_an_expression() -> None:
-    """It would be code of whoever sets it."""
+    """An expression would let whoever sets its value run code."""
     assert not any("${{" in step["run"] for step in STEPS.values())

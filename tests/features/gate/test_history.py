@@ -24,7 +24,7 @@ STEPPED = [*FLAT[:7], *(1.5 * time for time in FLAT[7:])]
 
 
 def bf16_at(milliseconds: float) -> tuple[Record, ...]:
-    """A bf16 of so many milliseconds beside an fp32 that stays as it was."""
+    """A run's bf16 at this time, with a constant fp32."""
     usual, own = records(), records(milliseconds)
     return tuple(record if record.is_reference else slow for record, slow in zip(usual, own, strict=True))
 
@@ -35,12 +35,11 @@ def bf16_history(store: Path, *milliseconds: float) -> None:
 
 
 def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> None:
-    """By the ratio to the reference, once for a series, with the commits it lies between."""
     bf16_history(store, *STEPPED)
     code, out, _ = fp8bench("gate", "--history", "--no-rerun", "--junit", "out.xml", "--md", "out.md")
     assert code == 1 and "bf16 relative_time" in out and "bf16 time " not in out
     xml = JUnitXml.fromfile("out.xml")
-    failure = next(iter(next(case for suite in xml for case in suite if case.result).result))
+    (failure,) = next(case for case in next(iter(xml)) if case.result).result
     assert "between 000000" in failure.text and xml.failures == 1
     assert fp8bench("history", "ack", "*", "--because", "known")[0] == 0
     code, out, _ = fp8bench("gate", "--history", "--no-rerun")
@@ -55,7 +54,6 @@ def test_a_larger_improvement_before_it_hides_no_regression(store: Path, fp8benc
 
 
 def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
-    """By 50%: it fails, and says why nobody confirmed it."""
     history(store, *STEPPED)
     code, out, err = fp8bench("gate", "--history")
     assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
@@ -66,7 +64,7 @@ Look = tuple[tuple[JudgedFigure, ...], list[Comparison]]
 
 
 def looked_again(store: Path) -> Look:
-    """Returns all figures of the history after both looks, and which were suspected at first."""
+    """All figures of the history after both looks, and the initial suspects."""
     found = source.compare_history(store, TERMINAL)
     figures = first_look(found.comparisons)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
@@ -78,7 +76,6 @@ def looked_again(store: Path) -> Look:
 def test_a_second_look_must_lie_near_the_new_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
-    """By a run made by hand."""
     bf16_history(tmp_path, *STEPPED)
     asked: list[set[str]] = []
 
@@ -92,7 +89,7 @@ def test_a_second_look_must_lie_near_the_new_level(
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
 
 
-def test_an_error_that_is_no_number_any_more(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_became_nan_fails(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_error(value: float) -> tuple[Record, ...]:
         return tuple(replace(one, measurements=(error("product_error", value),)) for one in records())
 
@@ -120,7 +117,6 @@ def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Pa
 
 
 def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails in the night's first run is not hidden by its last, and what is suspected there is measured again."""
     others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
     asked: list[str] = []
 
@@ -145,7 +141,6 @@ def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkey
 def test_a_duel_with_the_commit_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
-    """Its case is the run's, and its time settles the ratio to the reference."""
     bf16_history(tmp_path, *STEPPED)
     asked: list[tuple[str, list[str]]] = []
 
@@ -166,7 +161,8 @@ def test_a_duel_with_the_commit_before_the_step(
     figure = next(figure for figure in settled if figure.comparison.metric == "relative_time")
     assert figure.outcome is outcome and "in duel abc" in figure.why
     assert {commit for commit, _ in asked} == {suspect.since for suspect in suspects}
-    assert all("@cpu/bf16" in case for _, cases in asked for case in cases)
+    for _, cases in asked:
+        assert all("@cpu/bf16" in case for case in cases)
 
 
 NOISY = [1.0, 1.12, 0.9, 1.08, 0.93, 1.1, 0.95, 1.06, 0.89, 1.07, 1.0, 0.92, 1.11, 0.97, 1.05, 0.9]
@@ -194,7 +190,6 @@ def test_a_history_that_cannot_see_its_thresholds_does_not_pass(
 
 
 def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp8bench: Say) -> None:
-    """Its tree had changes; and a series that has ended fails no night."""
     bf16_history(store, *NOISY)
     keep(store, run_at(len(NOISY), facts={"dirty": True}))
     assert fp8bench("gate", "--history", "--no-rerun")[0] == 4
@@ -204,8 +199,7 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
     assert code == 0 and "smallest slow-down: +" in out and "/fp32" in out and "bf16" not in out
 
 
-def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
-    """Code 3, the first time; and half a run does not pass."""
+def test_a_case_that_fails_tonight_fails_the_gate(store: Path, fp8bench: Say) -> None:
     history(store, *FLAT)
     for number, code in ((len(FLAT), 3), (len(FLAT) + 1, 0)):
         keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
@@ -216,7 +210,7 @@ def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
     assert code == 3 and "was interrupted" in out
 
 
-def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
+def test_an_empty_history_does_not_pass(store: Path, fp8bench: Say) -> None:
     code, _, err = fp8bench("gate", "--history")
     assert code == 2 and "is not there" in err
     (store / "runs").mkdir(parents=True)
@@ -230,8 +224,7 @@ def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
     assert code == 3 and "came to a number" in out
 
 
-def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say) -> None:
-    """The newest run is of the commit before: code 3, though all figures are fine."""
+def test_a_night_without_runs_of_this_commit_fails(store: Path, fp8bench: Say) -> None:
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     history(store, *FLAT[:-1])

@@ -1,4 +1,4 @@
-"""What is suspected, what a second look makes of it, what fails, and the smallest slow-down that would be found."""
+"""Suspects, second looks, failures, and the smallest detectable slow-down."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.features.gate.builds import stored as stored_runs
 
 
 def figure(times: float, **changes: object) -> Comparison:
-    """A time of 1 ms that became so many times as long, by a duel, known to 1%."""
+    """A time of 1 ms that became `times` times as long in a duel, known to 1%."""
     where = Direction.WORSE if times > 1.01 else Direction.BETTER if times < 0.99 else Direction.SAME
     change = Comparison(
         "gemm[m=64]@cpu/bf16",
@@ -67,18 +67,18 @@ def figure(times: float, **changes: object) -> Comparison:
 
 
 def stored(times: float, **changes: object) -> Comparison:
-    """One stored run against another, as `compare` has it."""
+    """One stored run against another, as `compare` reads them."""
     where = Direction.WORSE if times > 1.1 else Direction.UNSURE
     given = {"evidence": Evidence.CROSS_RUN, "p_value": None, "direction": where, "labels": ("cross-run",)}
     return figure(times, **{**given, **changes})
 
 
-# Of a time that others may have made twice as long.
+# For a time that other programs may have doubled.
 TAKEN: dict[str, object] = {"direction": Direction.UNSURE, "why": "steps waited", "others": 2.0}
 
 
 def exact(times: float, **changes: object) -> Comparison:
-    """Memory: the same whenever the same code runs."""
+    """Memory, which is always the same for the same code."""
     given = {
         "metric": "peak_memory",
         "unit": "B",
@@ -120,12 +120,11 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.SUSPECTED),
     ],
 )
-def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
+def test_a_first_look_sorts_figures_by_outcome(change: Comparison, outcome: GateOutcome) -> None:
     assert first_look([change])[0].outcome is outcome
 
 
-def test_chance_among_many() -> None:
-    """A p-value of 1% is significant alone, and not among a hundred."""
+def test_many_figures_need_smaller_p_values() -> None:
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
     assert first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
@@ -153,21 +152,21 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
 @for_each(
     ("first", "again", "outcome"),
     [
-        # It confirms, clears, or finds that it fails.
+        # A second look confirms, clears, or shows a failed case.
         (figure(1.06), figure(1.07), GateOutcome.REGRESSION),
         (figure(1.06), figure(1.02), GateOutcome.CLEARED),
-        # What was seen and is not shown to be absent stays a suspect: an interval too wide, or none.
+        # A difference that is not excluded stays a suspect: an interval too wide, or none.
         (figure(1.06), figure(1.06, direction=Direction.UNSURE), GateOutcome.SUSPECTED),
         (figure(1.11), figure(1.1, direction=Direction.UNSURE, ratio=UNKNOWN), GateOutcome.SUSPECTED),
         (figure(1.06), FAILED, GateOutcome.FAILED),
         (exact(1.05), exact(1.05), GateOutcome.REGRESSION),
         (exact(1.05), exact(1.0), GateOutcome.CLEARED),
-        # Stored numbers never fail below 10%, not when repeated either: a duel may, and a spread that is known.
+        # Stored runs alone never fail below 10%, even when repeated; a duel or a known spread may.
         (stored(1.08), stored(1.08), GateOutcome.SUSPECTED),
         (stored(1.08), stored(1.3), GateOutcome.REGRESSION),
         (stored(1.3), stored(1.08), GateOutcome.SUSPECTED),
         (stored(1.2), stored(1.2), GateOutcome.REGRESSION),
-        # Nor do they where others may have made as much of nothing, and they clear what they exclude beside all that.
+        # Nor where other programs may explain the difference; they clear a difference that they exclude despite that.
         (stored(1.2, **TAKEN), stored(1.2, **TAKEN), GateOutcome.SUSPECTED),
         (stored(1.2, **TAKEN), stored(1.2), GateOutcome.REGRESSION),
         (stored(1.2), stored(1.0), GateOutcome.SUSPECTED),
@@ -178,28 +177,28 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (stored(1.08), figure(1.08), GateOutcome.REGRESSION),
         (KNOWN, KNOWN, GateOutcome.REGRESSION),
         (STEP, STEP, GateOutcome.REGRESSION),
-        # A relative time is settled by a duel of times, whose difference is in seconds and not in shares.
+        # A relative time is settled by a duel of times, whose difference is in seconds instead of shares.
         (RELATIVE, figure(1.2), GateOutcome.REGRESSION),
         (RELATIVE, figure(1.0), GateOutcome.CLEARED),
-        # Without it what may fail fails.
+        # Without it, a figure that may fail does fail.
         (stored(1.2), None, GateOutcome.REGRESSION),
     ],
 )
-def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: GateOutcome) -> None:
+def test_a_second_look_confirms_clears_or_leaves_open(
+    first: Comparison, again: Comparison | None, outcome: GateOutcome
+) -> None:
     settled = settle(first, again)
     assert settled.outcome is outcome
     assert outcome is not GateOutcome.SUSPECTED or again is None or again.why in settled.why
 
 
 def test_what_would_confirm_is_named() -> None:
-    """A duel that could not tell is not recommended again, as it was."""
     duelled = settle(figure(1.06), figure(1.06, direction=Direction.UNSURE))
     assert "--sessions" in duelled.why and "fp8bench duel" not in duelled.why
     assert "fp8bench duel suite" in settle(stored(1.08), stored(1.08)).why
 
 
-def test_without_a_second_look() -> None:
-    """What may fail fails, unconfirmed; the rest stays a suspect."""
+def test_figures_without_a_second_look_keep_their_suspicion() -> None:
     for change, outcome in (
         (stored(1.2), GateOutcome.REGRESSION),
         (stored(1.08), GateOutcome.SUSPECTED),
@@ -211,9 +210,7 @@ def test_without_a_second_look() -> None:
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
 
-def test_what_is_ignored() -> None:
-    """A time beside its ratio to the reference, unless a rule names it. Rules are about numbers: a failed case still
-    fails."""
+def test_times_with_a_ratio_and_figures_named_by_rules_are_ignored() -> None:
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
     assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.OPEN]
     assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
@@ -234,8 +231,7 @@ def test_what_is_ignored() -> None:
         ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
     ],
 )
-def test_exit_codes(outcomes: str, code: int, headline: str) -> None:
-    """The first that fits; a problem never passes."""
+def test_outcomes_decide_the_exit_code(outcomes: str, code: int, headline: str) -> None:
     fine = first_look([figure(1.0)])[0]
     verdict = GateVerdict("b against a", tuple(replace(fine, outcome=GateOutcome[name]) for name in outcomes.split()))
     assert (verdict.exit_code, verdict.headline) == (code, headline)
@@ -243,7 +239,7 @@ def test_exit_codes(outcomes: str, code: int, headline: str) -> None:
         assert replace(verdict, problem="no case", code=code).exit_code == code
 
 
-# Of 100 builds with a rate of 1%, more than 4 fail in one of 300 trials; the seed makes it the same every time.
+# Of 100 builds at a rate of 1%, more than 4 fail in one of 300 trials; the seed is fixed.
 BUILDS = 100
 MOST = 4 / BUILDS
 
@@ -266,17 +262,16 @@ USUAL = (Setting(1, 1, 0.02), Setting(5, 5, 0.02, one_sided=True))
     ),
     ids=str,
 )
-def test_of_100_cases_nothing_alarms(setting: Setting) -> None:
+def test_an_unchanged_build_of_100_cases_raises_no_alarm(setting: Setting) -> None:
     assert false_alarms(setting, BUILDS) <= MOST
 
 
 @for_each("setting", [Setting(1, 1, 0.01), Setting(3, 1, 0.02), Setting(5, 5, 0.01)])
-def test_what_was_planted_is_found(setting: Setting) -> None:
+def test_a_planted_slow_down_is_found(setting: Setting) -> None:
     assert found(setting, 1.3, 20) >= 0.9
 
 
 def test_a_spread_is_that_of_unchanged_cases() -> None:
-    """If half of all cases become worse, or better, that is no noise; nor is a common shift."""
     usual = [0.02 * ((7 * n) % 20 - 9.5) / 6 for n in range(20)]
     even, shifted, everything, alike = map(
         spread_of, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
@@ -305,7 +300,6 @@ def sights(
 @counts(60, 400)
 @for_each("between", [0.01, 0.03])
 def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between: float) -> None:
-    """In 80 of 100 builds, within what chance and an unknown noise allow."""
     assert abs(share_failing(nights(30, between), count) - 0.8) < 0.08 + 3 * math.sqrt(0.16 / count)
 
 
@@ -315,8 +309,7 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
     assert abs(share_failing(stored_runs(setting), 60) - 0.8) < 0.1 + 3 * math.sqrt(0.16 / 60)
 
 
-def test_noise_decides_what_would_be_found() -> None:
-    """More noise, more figures, or another look: each makes it find less."""
+def test_noise_raises_the_smallest_detectable_slow_down() -> None:
     (usual,) = sights(figure(1.0, noise=DUEL), second=Second.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.enough
     wide = Interval(1.0, 0.96, 1.04, 0.99)
@@ -325,19 +318,18 @@ def test_noise_decides_what_would_be_found() -> None:
     among = sights(*(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Second.DUEL)
     assert all(other.smallest > usual.smallest for other in among)
     assert sights(figure(1.0, noise=DUEL), second=Second.NONE)[0].smallest < usual.smallest
-    # A difference of 5 us is more than 5% of a time of 10 us.
+    # A difference of 5 us exceeds 5% of a time of 10 us.
     (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Second.DUEL)
     assert short.threshold == 0.5 and short.smallest == usual.smallest
 
 
-def test_what_stored_runs_would_find() -> None:
-    """With a known spread; with one from a dozen cases; and with none."""
+def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     (many,) = sights(figure(1.0, evidence=Evidence.CROSS_RUN, noise=MANY))
     assert 0.05 < many.smallest < 0.1 and not many.unknown
     dozen = [stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)]
     for sight in sights(*dozen):
         assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.enough
-    # A duel afterwards may fail what stored numbers may not.
+    # A later duel may fail figures that stored runs may not.
     assert all(sight.smallest < 0.1 for sight in sights(*dozen, second=Second.DUEL))
     (alone,) = sights(dozen[0])
     assert alone.unknown and alone.smallest > 0.1 and not alone.enough
@@ -347,14 +339,13 @@ def test_what_stored_runs_would_find() -> None:
 
 
 def test_a_duel_without_an_interval() -> None:
-    """Few processes have no interval, and few rounds are not believed."""
     for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
         slots = [steady(1000 + n, rounds) for n in range(4)]
         time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
     (sight,) = sights(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
     assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.enough
-    # Memory, what a rule ignores, and a case that failed do not vary.
+    # Memory, ignored figures and failed cases do not vary.
     assert sights(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
     assert sights(figure(1.0, noise=DUEL), rules=(ThresholdRule("*", "*", ignored=True),)) == ()
 
@@ -363,7 +354,7 @@ FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", 
 
 
 def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
-    """A series of so much noise and so many nights."""
+    """A series with this noise and number of nights."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     (sight,) = sights_of_history([Newest(replace(FLAT, metric=metric), level)], (), 0, Second.AGAIN)
     return sight
@@ -380,21 +371,19 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
     ],
 )
 def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
-    """Of little noise it may be young; else it says what it lacks, and ends with 4."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     source = GateSource("a history", newest=(Newest(FLAT, level),))
     verdict = judge_source(source, (), True, SILENT)
     assert verdict.exit_code == (4 if why else 0)
     assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
     assert all(why in figure.why for figure in verdict.judged)
-    # What is no time is listed only, and a rule that raises the threshold lets it pass.
+    # Figures other than times are only listed, and a rule with a higher threshold lets it pass.
     memory = replace(source, newest=(Newest(replace(FLAT, metric="peak_memory"), level),))
     assert judge_source(memory, (), True, SILENT).exit_code == 0 and judge_source(memory, (), True, SILENT).sights
     assert judge_source(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
-    """Its threshold, and its least change, are a tenth and less of a time's."""
     loss = history(LEAST_SPREAD, 14, metric="relative_loss")
     assert loss.enough and 0.001 < loss.smallest < loss.threshold == 0.002
     time = history(LEAST_SPREAD, 14)
@@ -402,15 +391,13 @@ def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
 
 
 def test_the_least_step_is_the_code_s_own() -> None:
-    """A level that has just begun shows no step; longer ones show smaller steps, down to a limit."""
     assert least_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
     least = [least_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
     assert least == sorted(least, reverse=True) and least[-1] > 0.015
     assert least_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
 
 
-def test_words() -> None:
-    """The worst in one line."""
+def test_the_summary_names_the_worst_figure() -> None:
     blind, young = history(0.05, 30), history(0.05, 3)
     assert summary((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary((blind, young))
     assert summary((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
@@ -424,7 +411,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
     [
         (figure(1.0, noise=DUEL), GateOutcome.FINE, ""),
         (figure(0.9, noise=DUEL), GateOutcome.BETTER, ""),
-        # Too much noise, an interval that reaches beyond the threshold, and none at all.
+        # Too much noise, an interval beyond the threshold, and no interval.
         (
             figure(1.0, ratio=WIDE, noise=Noise(0.04, 11), direction=Direction.UNSURE),
             GateOutcome.CANNOT_TELL,
@@ -434,7 +421,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
         (figure(1.0, ratio=Interval(1.0, 0.0, math.inf, 0.99), p_value=None), GateOutcome.CANNOT_TELL, "--sessions"),
         (figure(1.0, direction=Direction.NONE, ratio=None, why="another version"), GateOutcome.CANNOT_TELL, "another"),
         (stored(1.0, noise=Noise(0.003, 0, 1, 1)), GateOutcome.CANNOT_TELL, "at least +"),
-        # No time: it is listed, and changes no exit.
+        # Not a time: it is listed and affects no exit code.
         (
             figure(1.0, ratio=WIDE, noise=Noise(0.04, 11), direction=Direction.UNSURE, metric="energy", unit="J"),
             GateOutcome.OPEN,
@@ -453,7 +440,6 @@ def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOut
 
 
 def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> None:
-    """By duels, whose sessions add up; of another kind of look a second one would be no better."""
     suspect, unsettled = figure(1.36, noise=DUEL), figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
@@ -481,19 +467,17 @@ def test_sessions_of_second_duels_add_up() -> None:
     assert [len(pool_sessions(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [1, 2, 1, 3]
 
 
-# How far processes of a side lie apart, and how much slower one case became.
+# Spread of processes within a side, and the slow-down of one case.
 @counts(1, 12)
 @for_each(("spread", "planted"), [(0.003, 0.16), (0.01, 0.05), (0.01, 0.08), (0.03, 0.1), (0.1, 0.16), (0.3, 0.1)])
 def test_a_planted_slow_down_never_passes(count: int, spread: float, planted: float) -> None:
-    """By a duel and further ones of its suspects: found, suspected, or not to be told. Nor by stored runs."""
     for seed in range(count):
         draw = random.Random(seed)
         assert duel_verdict(draw, 1 + planted, spread).exit_code in (1, 4)
         assert stored_verdict(Setting(1, 1, spread), draw, 1 + planted).exit_code in (1, 4)
 
 
-def test_what_is_unchanged_and_quiet_passes() -> None:
-    """With power: a duel, or five stored runs on each side."""
+def test_an_unchanged_quiet_build_passes() -> None:
     draw = random.Random(0)
     assert duel_verdict(draw, 1.0, 0.002).exit_code == 0
     assert stored_verdict(Setting(5, 5, 0.003), draw, 1.0).exit_code == 0

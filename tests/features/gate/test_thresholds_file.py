@@ -23,8 +23,7 @@ def rules_of(folder: Path, text: str) -> tuple[ThresholdRule, ...]:
     return read_rules(file)
 
 
-def test_the_first_rule_that_fits(tmp_path: Path) -> None:
-    """What a rule leaves open is the default. Brackets are no class of letters."""
+def test_the_first_matching_rule_applies(tmp_path: Path) -> None:
     rules = rules_of(
         tmp_path,
         "# nightly\n"
@@ -65,14 +64,13 @@ def test_the_first_rule_that_fits(tmp_path: Path) -> None:
         *((text, "cannot be read (") for text in ("gemm: [", "\x00")),
     ],
 )
-def test_nonsense(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_malformed_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         rules_of(tmp_path, text)
     assert expected in str(caught.value) and "my.yaml" in str(caught.value)
 
 
 def test_a_file_that_fits_nothing_is_refused(tmp_path: Path) -> None:
-    """One idle rule among others is only named; a threshold in bytes for a time is refused."""
     idle = rules_of(tmp_path, "gem:\n  time: {relative: 1%}\n")
     with pytest.raises(UsageError, match=r"none of its rules fits any of the 1 figures.*its suite gemm"):
         check_rules(idle, (figure(),), "my.yaml")

@@ -42,7 +42,7 @@ from tests.workloads.steps import CPU
 CONTEXTS, MODELS = (128, 512, 513, 1024, 2048), "tests.nn.served_models"
 
 
-def test_words_of_arms_and_back() -> None:
+def test_names_of_arms_are_parsed_and_printed() -> None:
     for word in [
         "bf16",
         "kv=fp8",
@@ -76,10 +76,10 @@ def test_words_of_arms_and_back() -> None:
         ("tf32", Level.REFUSED, ""),
     ],
 )
-def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
+def test_arms_name_their_native_kernels(dtype: str, level: Level, words: str) -> None:
     support = served_support({"size": "nano", "kv": OWN, "weights": OWN}, precisions.get(dtype), CPU)
     assert support.level is level and words in support.reason
-    both = {"size": "nano", "kv": "fp8", "weights": OWN}  # an axis and a dtype that say the same
+    both = {"size": "nano", "kv": "fp8", "weights": OWN}  # an axis and a dtype with the same meaning
     assert "say it again" in served_support(both, precisions.get("served:kv=bf16"), CPU).reason
     assert served_support(both, precisions.get("fp32"), CPU).level is Level.EMULATED
 
@@ -119,7 +119,6 @@ def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDra
     ],
 )
 def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least: float) -> None:
-    """How often a, b and the crossing at 800 tokens lie in their intervals; 'no crossing' claims nothing."""
     fast = np.sort(noisy(np.random.default_rng(99), 400_000, spread))[:100_000].mean()
     held = np.zeros(3)
     for sweep in range(sweeps):
@@ -132,8 +131,10 @@ def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least
 
 
 def test_a_crossing_is_claimed_of_no_curve() -> None:
-    """Times that leap between two contexts are no line. Where lines would cross nobody is faster there: 'pays up to'
-    is then said of none, or of an interval that holds the leap."""
+    """Times that jump between two contexts do not fit a line.
+
+    Nothing is faster where lines would cross: there is no 'pays up to', or its interval holds the jump.
+    """
     for seed in range(20):
         straight = swept(2 * seed, 24, 0.01, 1e-3, 6e-7)
         curved = swept(2 * seed + 1, 24, 0.01, 9.9e-4, 6e-7)
@@ -143,7 +144,7 @@ def test_a_crossing_is_claimed_of_no_curve() -> None:
 
 
 def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -> LineDraws:
-    """An arm that reads whole pages, with noise of 1%."""
+    """An arm that reads whole pages, with 1% noise."""
     random = np.random.default_rng(seed)
     rounds = {}
     for context in contexts:
@@ -155,7 +156,6 @@ def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -
 
 @for_each("contexts", [CONTEXTS, (256, 512, 768, 1024, 1280, 1536, 2048)])
 def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tuple[int, ...]) -> None:
-    """From the first context at which it is faster to the last at which it is slower again."""
     told = 0
     for seed, page in enumerate((1, 64, 256, 1024)):
         reference = paged(1, 1e-3, 1e-6, contexts, 2 * seed)
@@ -171,8 +171,7 @@ def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tup
     assert told > 3
 
 
-def test_what_was_measured_counts_more_than_lines() -> None:
-    """A gain that is lost again at a measured context is told, and lies within the interval."""
+def test_measured_contexts_override_the_fitted_lines() -> None:
     contexts = (128, 257, 512, 769, 1024, 1281, 1536, 1793, 2048, 4096)
     reference = paged(1, 1e-3, 1e-6, contexts, 0)
     slow_at = dict.fromkeys(contexts, 1.0) | {1281: 1.3}
@@ -180,7 +179,7 @@ def test_what_was_measured_counts_more_than_lines() -> None:
     rounds = {c: ((1.25e-3 + 5e-7 * c) * slow_at[c] * noisy(random, 24, 0.01)).tolist() for c in contexts}
     line = line_of(rounds)
     assert line is not None
-    steady = replace(line, above=np.zeros(len(contexts)))  # as if lines missed nothing
+    steady = replace(line, above=np.zeros(len(contexts)))  # as if the lines fitted exactly
     crossing = crossing_of(steady, replace(reference, above=np.zeros(len(contexts))), contexts)
     assert crossing.contrary == (1281,) and crossing.high == 1281 and crossing.at is not None
     question = ServingQuestion("nano", (Arm("fp32"), Arm("bf16")), contexts, 1, True, 1024)
@@ -189,7 +188,7 @@ def test_what_was_measured_counts_more_than_lines() -> None:
     assert re.search("bf16 +pays from a context of", text) and "measured slower at 1281" in text
 
 
-def test_crossings_are_told_where_there_are_any() -> None:
+def test_crossings_are_printed_if_they_exist() -> None:
     reference = fitted(1, 24, 0.01, 1e-3, 6e-7)
     sooner = crossing_of(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
     later = crossing_of(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
@@ -198,7 +197,7 @@ def test_crossings_are_told_where_there_are_any() -> None:
         assert crossing.low < 800 < crossing.high and crossing.high < 2 * crossing.low
     slower = crossing_of(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
     assert slower.at is None and slower.faster == (False, False)
-    for seed, a, b in ((5, 1e-3, 6e-7), (6, 2e-3, 5e-7)):  # the same, and at 10,000: not within what was measured
+    for seed, a, b in ((5, 1e-3, 6e-7), (6, 2e-3, 5e-7)):  # also at 10,000, beyond the measured contexts
         assert crossing_of(fitted(seed, 24, 0.01, a, b), reference, CONTEXTS).at is None
     assert line_of(dict.fromkeys(CONTEXTS[:3], (1e-3,) * 10)) is None
 
@@ -220,7 +219,7 @@ def found() -> Quality:
 
 
 def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> None:
-    """Chance would be a perplexity of 128; other weights in one place are seen at once."""
+    """Random weights have a perplexity of 128; swapped weights are noticed at once."""
     assert not found.caution and found.perplexity < 7
     weights, config = weights_in(WEIGHTS, SERVED_SIZES[SHIPPED], "cpu"), SERVED_SIZES[SHIPPED]
     size = 2 * sum(weights(name).numel() for name in served_shapes(config))
@@ -239,7 +238,6 @@ def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
 
 
 def test_kl_is_that_of_the_definition(found: Quality) -> None:
-    """By plain sums over one window, from the two models' own logits."""
     text = held_out_text(256)[:1]
     own = quality(text, arms=ARMS[:2])
     config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW)
@@ -247,12 +245,12 @@ def test_kl_is_that_of_the_definition(found: Quality) -> None:
     served = (_decoder(config, weight, arm, (1, WINDOW)) for arm in ARMS[:2])
     with torch.no_grad():
         p, q = (_predict(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
-    total = sum(p[t][i] * np.log(p[t][i] / q[t][i]) for t in range(WINDOW) for i in range(128) if p[t][i] > 0)
+    total = sum(p[place] * np.log(p[place] / q[place]) for place in np.ndindex(WINDOW, 128) if p[place] > 0)
     assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
 
 
 def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the low arm sees the last token alone, which would be held against every one of the reference's."""
+    """Planted: the low arm sees only the last token, which would be compared with each of the reference's."""
     forward = Decoder.forward
 
     def shortened(model: Decoder, *words: Any, **more: Any) -> torch.Tensor:
@@ -264,7 +262,7 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
         quality(held_out_text(256), arms=ARMS[:2])
 
 
-def test_what_is_no_number_is_said(found: Quality) -> None:
+def test_values_that_are_not_numbers_are_reported(found: Quality) -> None:
     bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf)
     arms = Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("fp32", "fp8")
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
@@ -294,7 +292,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
     assert re.search(r"kv=fp8 +no speed here +at most \S+x by its bytes\s+same next token", text) and "KL" not in text
     everything = render(page_of(answer, everything=True), 100, False, False)
     assert "(floor)" in everything and "KL" in everything
-    assert "cached" in everything  # nothing is read faster than it can be
+    assert "cached" in everything  # no read is faster than possible
     doubted = replace(answer, times=tuple(replace(time, doubts=("contended",)) for time in answer.times))
     told = render(page_of(doubted), 200, False, False)
     assert "pays up to" not in told and re.search("weights=int8 +cannot tell .*times cross at", told, re.DOTALL)
@@ -319,6 +317,6 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
         ("--from last", "no training 'last'"),
     ],
 )
-def test_bad_input_is_a_sentence(words: str, said: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(words: str, said: str, fp8bench: Say, tmp_path: Path) -> None:
     code, out, err = fp8bench("infer", *words.split(), "--store", str(tmp_path))
     assert code == 2 and not out and said in err and not list(tmp_path.iterdir()), err

@@ -1,4 +1,4 @@
-"""Models of one's own, and up to which batch arms pay."""
+"""Users' models, and the largest batch at which arms pay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODELS = "tests.nn.served_models"
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A maker's name, once its model's shape is known here."""
+    """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
     monkeypatch.setitem(OWN_SHAPES, maker, ServedShape(*bench.shape(maker, CPU, 0)))
@@ -43,7 +43,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_step_of_a_model_of_ones_own(own: str) -> None:
-    """As of fp8bench's: one token a sequence at the end of a cache that is filled before, and the same each time."""
     for name, new in (("decode", 1), ("prefill", 24)):
         workload = workloads.get(name)
         for precision in ("fp32", "bf16", "served:weights=int8", "served:kv=fp8:weights=int4"):
@@ -76,7 +75,7 @@ def test_quality_of_a_model_that_masks_ids() -> None:
     assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
 
 
-def test_an_arm_of_nan_is_told_and_samples_nothing() -> None:
+def test_an_arm_with_nan_is_reported_and_samples_nothing() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:nan_in_bf16"), 256, (Arm("fp32"), Arm("bf16")), CPU, 0, 2)
     quality = InferBench(Settings()).quality(task)
     lead, low = quality.rollouts
@@ -95,7 +94,7 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 
-def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_questions_about_a_users_model_are_completed_or_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
     assert question.is_own and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
@@ -115,7 +114,7 @@ def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Pa
 
 @for_each("carrier", ["fp32", "bf16"])
 def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
-    """In the worker, too: a head in bf16 made the arm of fp32 a seventh slower, and gave it bf16's error."""
+    """In the worker too: a bf16 head made the fp32 arm a seventh slower and gave it bf16's error."""
     params = dict(small("decode", "fp32").case.params)
     arms = f"served:carrier={carrier}:kv={carrier}", carrier
     setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
@@ -125,7 +124,6 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
 def test_a_product_with_a_kept_weight(name: str) -> None:
-    """The suite gemm multiplies by the weight as the format keeps it, and says how far that is from the exact one."""
     gemm, precision = workloads.get("gemm"), f"served:weights={name}"
     setup = small("gemm", precision, m=5, n=32, k=64)
     errors = gemm.error(setup)
@@ -141,7 +139,6 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
 
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
-    """An arm fails beyond a context of 512: it has no TPOT at the longest, and the answer says where it failed."""
     records = []
     for context in (128, 256, 512, 1024):
         params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
@@ -163,20 +160,15 @@ def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
     assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
 
 
-def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
-    records = [
-        Record(
-            case("decode", arm.carrier, {"context": context}),
-            NATIVE,
-            Status.OK,
-            timing=steady(int(1e6), 24),
-            is_reference=arm == arms[0],
-        )
-        for context in contexts
-        for arm in arms
-    ]
+    records = []
+    for context in contexts:
+        for arm in arms:
+            decoding = case("decode", arm.carrier, {"context": context})
+            timing = steady(int(1e6), 24)
+            records.append(Record(decoding, NATIVE, Status.OK, timing=timing, is_reference=arm == arms[0]))
 
     def answered(*runs: Run) -> ServingAnswer:
         given = iter(runs)
@@ -197,7 +189,6 @@ def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.Monkey
 
 
 def test_a_figure_lies_on_its_line() -> None:
-    """Where every call waited for a core twice as long as it took, a round's figure is what it took."""
     records = []
     for context in (128, 512, 1024, 2048):
         params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}

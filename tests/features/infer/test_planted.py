@@ -1,8 +1,8 @@
-"""Mistakes that benchmarks of inference have made, planted: each is refused, labelled, or found here.
+"""Known mistakes of inference benchmarks, planted: each is refused, labelled or detected.
 
-Those of a cache (constant values, one position off, another layer's scale, all experts counted) are planted in
-tests/nn/test_decoder.py and test_own_decoder.py, scales that are found again in each step in test_rollout.py, and arms
-of different length in test_infer.py.
+Mistakes of a cache (constant values, one position off, another layer's scale, all experts counted) are in
+tests/nn/test_decoder.py and test_own_decoder.py, scales that are recomputed in each step in test_rollout.py, arms of
+different length in test_infer.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ MODELS = "tests.nn.served_models"
 @for_each(("name", "new"), [("decode", 1), ("prefill", 24)])
 @for_each("size", ["nano", "nano-moe"])
 def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, size: str) -> None:
-    """It draws nothing, does not grow, writes its own tokens' keys alone, and answers other tokens otherwise."""
     workload, setup = workloads.get(name), small(name, "bf16", size=size)
     state = workload.prepare(setup)
     place = state.at
     assert state.tokens.shape == (2, new) and place + new == setup.case.param("context")
-    cache = [heads for pair in state.model.cache for heads in pair]
+    cache = []
+    for pair in state.model.cache:
+        cache += pair
     before = [heads.codes.clone() for heads in cache]
     assert place <= 2 or all(heads.read(place).float().std(2).min() > 0.1 for heads in cache)
     with Operations() as seen:
@@ -62,7 +63,6 @@ def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, si
 def test_a_model_that_cheats_is_labelled(
     maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the tape of its step beside the work of one token: one looks up what it said, one does its prompt again."""
     wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
     monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
@@ -72,8 +72,7 @@ def test_a_model_that_cheats_is_labelled(
         assert {claim.label for claim in claims_of(record, None)} == wanted, record.case.id
 
 
-def test_text_that_is_encoded_again() -> None:
-    """Every window is a stretch of the text's own ids, one a character; encoded once more it would be none."""
+def test_windows_are_slices_of_the_encoded_text() -> None:
     folder = Path(sysconfig.get_paths()["stdlib"])
     whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
     ids = whole.encode("ascii", errors="replace")
@@ -84,7 +83,7 @@ def test_text_that_is_encoded_again() -> None:
 
 
 @for_each("maker", ["of_another_vocabulary", "of_longer_texts"])
-def test_tokens_that_the_model_has_not_are_a_sentence(maker: str) -> None:
+def test_tokens_outside_the_vocabulary_give_a_message(maker: str) -> None:
     task = QualityTask(ServedModel(f"{MODELS}:{maker}"), 512, (Arm("fp32"), Arm("bf16")), CPU, 0)
     with pytest.raises(UsageError, match="fewer positions or ids: give shorter"):
         InferBench(Settings()).quality(task)

@@ -25,9 +25,8 @@ TASK = QualityTask(
 
 
 def test_figures_are_those_of_their_definitions() -> None:
-    """By plain sums over two texts of three tokens."""
     rows = [[0.1, -0.3, 0.0], [0.02, 0.25, -0.01]]
-    gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [value for row in rows for value in row]
+    gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
     ratios = [math.exp(value) for value in flat]
     assert gap.tokens == 6 and gap.mean == pytest.approx(sum(map(abs, flat)) / 6) and gap.largest == 0.3
     assert gap.kl == pytest.approx(sum(ratio - 1 - value for ratio, value in zip(ratios, flat, strict=True)) / 6)
@@ -40,7 +39,6 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 
 def test_an_interval_over_few_texts_is_wide() -> None:
-    """Student's t: of two texts 12.7 times the error of the mean; a single text tells nothing of others."""
     gaps = torch.tensor([[0.1, 0.3], [0.2, 0.4], [0.0, 0.1]], dtype=torch.float64)
     two, one = (gap_of(gaps[:count]).ratio for count in (2, 1))
     spread = abs(float(gaps.exp()[0].mean() - gaps.exp()[1].mean())) / 2
@@ -48,8 +46,8 @@ def test_an_interval_over_few_texts_is_wide() -> None:
     assert one.point == pytest.approx(float(gaps[0].exp().mean())) and (one.low, one.high) == (-math.inf, math.inf)
 
 
-def test_of_known_distributions_they_are_the_truth() -> None:
-    """400,000 draws from one of two: k3 is the divergence, the ratio 1 in the mean, the share left 1 / (1 + chi2)."""
+def test_figures_estimate_the_truth_of_known_distributions() -> None:
+    """400,000 draws from one of two: k3 is the divergence, the mean ratio 1, the effective share 1 / (1 + chi2)."""
     random = np.random.default_rng(3)
     p, q = random.dirichlet(np.ones(40)), random.dirichlet(np.ones(40) * 50)
     p = 0.7 * q + 0.3 * p
@@ -73,15 +71,14 @@ def test_the_reference_against_itself_is_the_floor() -> None:
     assert (
         low.mean > 1000 * floor.mean and low.tokens == floor.tokens == 8 * 65 and low.effective[1] < floor.effective[1]
     )
-    # The same weights: whatever the arithmetic, ratios are 1 in the mean.
+    # Equal weights: in any arithmetic the mean ratio is 1.
     assert low.ratio.low < 1 < low.ratio.high
 
 
-def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
+def test_probabilities_while_sampling_equal_those_of_one_pass(
     serve: tuple[Serve, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Independently of its steps: bf16 weights of low precision, whose cache is exact. And the exact divergence between
-    both sides, from whole distributions at the same tokens, is what k3 estimates."""
+    """Checked for bf16 weights with an exact cache; k3 estimates the exact divergence of whole distributions."""
     build, text = serve
     seen: list[Tensor] = []
     predicted = module._predict
@@ -104,8 +101,8 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     assert gap.kl == pytest.approx(exact, rel=0.25)
 
 
-def test_scales_that_stay_are_those_of_the_prompt(serve: tuple[Serve, Tensor]) -> None:
-    """Gaps would be larger by half if each step found them again."""
+def test_static_scales_come_from_the_prompt(serve: tuple[Serve, Tensor]) -> None:
+    """If each step recomputed them, gaps would be 1.5 times as large."""
     build, text = serve
     scaled = Arm("fp32", "fp8-tensor")
 

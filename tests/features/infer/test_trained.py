@@ -28,9 +28,9 @@ SETTINGS = TrainerSettings(batch=2, sequence=64)
     "arch", [pytest.param("gpt", marks=pytest.mark.slow), pytest.param("moe", marks=pytest.mark.nightly)]
 )
 def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its perplexity is that of the training's own look at the text that it held out, in the same step.
+    """Its perplexity equals that of the training's validation at that step.
 
-    Of a training of 12 steps, of which the state before the ninth is kept. What is none is a sentence.
+    The training has 12 steps, and its state before the ninth is stored. A missing checkpoint gives a message.
     """
     stored, served = tmp_path / "store", {"gpt": "nano", "moe": "nano-moe"}[arch]
     request = TrainingRequest(
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.M
         assert model.name.startswith(f"{arm} of training ") and model.name.endswith("step 8 of 12") and size == served
         span = load_head(path).text.held_out
         ids = np.memmap(span.path, np.uint16)[span.start : span.stop].tobytes()
-        # The training's own tokens, straight, and not text that was encoded again.
+        # The training's tokens unchanged, not text that was encoded a second time.
         assert all(len(text) == 65 and np.array(text, np.uint16).tobytes() in ids for text in model.text)
         quality = quality_of(QualityTask(model, 0, (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8")), CPU, 0))
         assert not quality.caution and quality.itself.kl == 0 < quality.floor.kl < quality.arms[0].kl

@@ -36,7 +36,7 @@ def test_the_commands_it_names_run_where_its_files_are(store: Path, fp8bench: Sa
     assert "cd " not in fp8bench("init")[1]
 
 
-# A line of the configuration that gives an option, or would without its #.
+# A configuration line that sets an option, possibly commented out.
 OPTION = re.compile(r"^(?:# )?(\w+): ", re.MULTILINE)
 
 
@@ -48,10 +48,9 @@ def test_the_configuration_shows_five_options_and_where_the_others_are(written: 
 
 @pytest.mark.slow
 @for_each("every", [False, True])
-def test_what_it_writes_runs(
+def test_the_written_configuration_runs(
     every: bool, written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As it is, and with every option that it shows taken: each precision comes to a time and an error."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     shutil.rmtree(".fp8bench", ignore_errors=True)
     if every:
@@ -78,7 +77,6 @@ def test_what_it_writes_runs(
     ],
 )
 def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, fp8bench: Say) -> None:
-    """Once, and after what a project ignores already."""
     project = tmp_path / str(after.count("\n")) / str(len(after))
     project.mkdir(parents=True)
     if before is not None:
@@ -88,7 +86,6 @@ def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, f
 
 
 def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
-    """It installs what it is told to, whatever is in that."""
     path, what = Path(FILES[2]), 'git+https://a.b/c.git@v1 "; echo # {install}'
     assert fp8bench("init", "--install", what)[0] == 0
     assert load(path)["jobs"]["compare"]["steps"][2]["env"] == {"FP8BENCH": what}
@@ -130,7 +127,7 @@ def test_the_workflow_installs_what_this_installation_is_from(recorded: str, nam
 def test_a_checkout_is_named_by_its_public_address(
     remote: str, prefix: str, branches: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of another repository, and a commit that was not pushed, are nothing that a build can install."""
+    """A subfolder of another repository, or an unpushed commit, cannot be installed by CI."""
     answers = {"remote": remote, "rev-parse": "12ab", "branch": branches}
 
     def ask(folder: str, *question: str) -> str:
@@ -148,7 +145,7 @@ class Terminal(io.StringIO):
 
 
 def installs(folder: str) -> str:
-    """What the workflow of a project hands to pip."""
+    """The arguments that a project's workflow passes to pip."""
     environment = load(Path(folder) / FILES[2])["jobs"]["compare"]["steps"][2]["env"]
     return str(environment["FP8BENCH"])
 
@@ -167,7 +164,6 @@ def installs(folder: str) -> str:
 def test_a_person_is_asked_once_where_no_build_can_reach_this_fp8bench(
     answer: str, installed: str, problem: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A question that is not answered leaves the version of an index, and says that this may not do."""
     shutil.rmtree("project", ignore_errors=True)
     Path("project/wheels").mkdir(parents=True)
     Path("project/wheels/own.whl").touch()
@@ -194,8 +190,7 @@ def test_without_a_terminal_nobody_is_asked(
 
 
 @for_each("there", FILES)
-def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
-    """A file, a link to nowhere: none of the three is written."""
+def test_existing_files_are_never_overwritten(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
     file = tmp_path / "project" / there
     file.parent.mkdir(parents=True)
     file.symlink_to("nowhere")
@@ -204,7 +199,7 @@ def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8benc
     assert [path for path in (tmp_path / "project").rglob("*") if not path.is_dir()] == [file]
 
 
-def test_a_folder_that_takes_nothing(store: Path, fp8bench: Say) -> None:
+def test_an_unwritable_folder_is_refused(store: Path, fp8bench: Say) -> None:
     Path("file").touch()
     code, _, err = unfolding(fp8bench)("init", "file")
     assert code == 2 and "cannot be written" in err

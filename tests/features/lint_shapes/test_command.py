@@ -1,4 +1,4 @@
-"""What lint-shapes finds, its exit codes, and that it agrees with what the suites refuse themselves."""
+"""Findings of lint-shapes, its exit codes, and that suites refuse the same shapes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def say(store: Path, fp8bench: Say) -> Say:
 @for_each(
     ("words", "code", "said"),
     [
-        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why there is no such product"),
+        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why it does not exist"),
         ("nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
         ("gpt2 --devices l40s --dtypes fp8", 3, "head forward 8192 x 50257 x 768 8192 x 50272 x 768 N=50257 is no"),
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
     ],
 )
-def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, said: str) -> None:
+def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int, said: str) -> None:
     ended, out, _ = say(*words.split())
     assert ended == code and said in " ".join(out.split()), out
 
@@ -52,7 +52,7 @@ def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, sa
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
     ],
 )
-def test_bad_usage_is_one_sentence(say: Say, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(say: Say, words: str, said: str) -> None:
     code, out, err = say(*words.split())
     assert (code, out) == (2, "") and said in only_sentence(err)
 
@@ -71,8 +71,7 @@ def images():
 
 
 def test_layers_of_a_model_of_ones_own(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each linear layer that a step calls, with the rows of its batch; a convolution is no scaled product."""
-    file = Path("own_net.py").resolve()  # its module stays in this process, under a name that no other test has
+    file = Path("own_net.py").resolve()  # its module stays in this process, under a name that no other test uses
     file.write_text(NET)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     code, out, _ = say(f"{file}:make", "--devices", "h100", "--dtypes", "fp8", "--json")
@@ -83,7 +82,7 @@ def test_layers_of_a_model_of_ones_own(say: Say, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_torch_is_needed() -> None:
-    """The rules are values: a machine with neither GPU nor torch can be asked."""
+    """The rules are plain values: they work without a GPU and without torch."""
     script = (
         "import sys; sys.modules['torch'] = None; from fp8bench.cli.main import main; "
         "sys.exit(main(['lint-shapes', 'llama3-8b', '--dtypes', 'fp8,nvfp4']))"
@@ -123,14 +122,13 @@ def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forwar
 
 
 def scaled_modes() -> list[str]:
-    """Every mode that is a recipe, as it is by default."""
+    """Every mode with a recipe, with default options."""
     return [name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision)]
 
 
 @for_each("device", CLASSES, ids=lambda one: one.name)
 @for_each("mode", scaled_modes())
 def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode: str, device: DeviceClass) -> None:
-    """The suite gemm refuses by `Precision.multiples`, the lint by its own rules: where both speak they agree."""
     precision, facts = precisions.get(mode), FACTS[device]
     if precision.support(facts).level is not Level.NATIVE:
         return
@@ -143,21 +141,21 @@ def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode
 
 
 def test_what_fp8bench_has_natively_has_all_three_products() -> None:
-    """Some mode is native somewhere, so that the agreement is tested; a new class gets its line above."""
     assert set(FACTS) == set(CLASSES)
-    pairs = [
-        (mode, device)
-        for mode in scaled_modes()
-        for device in CLASSES
-        if precisions.get(mode).support(FACTS[device]).level is Level.NATIVE
-    ]
+    pairs = []
+    for mode in scaled_modes():
+        support = precisions.get(mode).support
+        pairs += [(mode, device) for device in CLASSES if support(FACTS[device]).level is Level.NATIVE]
     assert ("fp8", H100) in pairs
     for (mode, device), kind in itertools.product(pairs, PRODUCTS):
         assert lint(LinearShape("", 64, 64, 64), mode, device, kind).fits, (mode, device, kind)
 
 
 def test_each_product_contracts_over_another_side() -> None:
-    """An odd vocabulary spoils the forward product by N and the input gradient by K; odd tokens the weight gradient."""
+    """An odd vocabulary breaks the forward product by N and the input gradient by K.
+
+    Odd tokens break the weight gradient.
+    """
     head = LinearShape("head", 8192, 50257, 768)
     by_kind = {kind: lint(head, "fp8", H100, kind) for kind in PRODUCTS}
     assert by_kind["forward"].padded == (8192, 50272, 768)
@@ -175,8 +173,8 @@ def test_a_padded_product_fits() -> None:
                 assert lint(LinearShape("", *found.padded), mode, device).fits, (mode, device, found.padded)
 
 
-def test_options_of_modes_count() -> None:
-    """E5M2 everywhere has no product on NVIDIA; a weight gradient left in bf16 is none of these products."""
+def test_options_of_modes_change_the_rules() -> None:
+    """NVIDIA has no product of two E5M2 operands; a bf16 weight gradient is not a scaled product."""
     shape = LinearShape("", 64, 64, 64)
     refused = lint(shape, "fp8:formats=e5m2", H100)
     assert refused.exists and not refused.fits and refused.padded is None

@@ -31,10 +31,10 @@ from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, Measured
 GIB = 1 << 30
 TABLE = tomllib.loads((Path(__file__).parents[3] / "reports/plan_parallel/published.toml").read_text(encoding="utf-8"))
 _LOAD = ("sequence", "local", "micro_batches", "precision", "compiled", "hidden_tensor", "narrow_gather", "fused_loss")
-# The fit chooses attention's share of the products' rate among these.
+# Candidates for attention's share of the products' rate.
 _SHARES = (0.35, 0.45, 0.55, 0.65, 0.75)
 Kinds = tuple[LayoutKind, LayoutKind, bool]
-# A pair of kinds has a band if so many machines have it.
+# Number of machines that a pair of kinds needs to have a band.
 LEAST_MACHINES = 3
 
 
@@ -54,7 +54,7 @@ class Published:
 
 
 class Held(NamedTuple):
-    """By how much the formula of memory is off on a row."""
+    """The relative error of the memory formula on a row."""
 
     row: Published
     error: float
@@ -92,7 +92,7 @@ def published() -> tuple[Published, ...]:
 
 
 def held() -> list[Held]:
-    """Compares memory of every row that has it."""
+    """Compares memory in every row that has it."""
     rows = [row for row in published() if "memory" in row.figures]
     return [
         Held(row, memory_of(row.model, row.layout, row.load).total / GIB / row.figures["memory"] - 1) for row in rows
@@ -100,7 +100,7 @@ def held() -> list[Held]:
 
 
 def trainings() -> tuple[Published, ...]:
-    """Returns compiled trainings with a pace; formulas know nothing of uncompiled kernels."""
+    """Compiled trainings with a pace; formulas do not model uncompiled kernels."""
     return tuple(row for row in published() if "pace" in row.figures and row.load.compiled)
 
 
@@ -109,7 +109,7 @@ def measured(row: Published) -> MeasuredTraining:
 
 
 def uncalibrated() -> list[float]:
-    """Returns errors of paces by published ceilings of products alone."""
+    """Errors of paces predicted only from published ceilings of products."""
     rows = (row for row in trainings() if row.topology.bf16)
     return [pace_with(row.topology, measured(row)) / row.figures["pace"] - 1 for row in rows]
 
@@ -129,7 +129,7 @@ class HeldOut(NamedTuple):
 
 
 def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
-    """Yields machine, recipe, and FP8's rate over bf16's for pairs of rows that differ in nothing else."""
+    """Yields machine, recipe, and FP8's rate relative to bf16's for pairs of otherwise equal rows."""
     for row in rows:
         for plain in rows:
             alike = replace(row.load, precision="bf16") == plain.load and row.layout == plain.layout
@@ -144,7 +144,7 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
 
 
 def recipes_of(rows: Sequence[Published]) -> dict[str, float]:
-    """Returns the median over machines of each one's median."""
+    """The median over machines of each machine's median."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for machine, recipe, ratio in _ratios(rows):
         ratios.setdefault(recipe, {}).setdefault(machine, []).append(ratio)
@@ -190,19 +190,19 @@ def held_out() -> tuple[HeldOut, ...]:
 
 
 def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, float]:
-    """Returns the largest error for each pair of kinds that at least so many machines have."""
+    """The largest error of each pair of kinds that enough machines have."""
     alike: dict[Kinds, list[HeldOut]] = {}
     for pair in pairs:
         alike.setdefault(pair.kinds, []).append(pair)
-    return {
-        kinds: max(abs(pair.error) for pair in several)
-        for kinds, several in alike.items()
-        if len({pair.machine for pair in several}) >= least
-    }
+    largest = {}
+    for kinds, several in alike.items():
+        if len({pair.machine for pair in several}) >= least:
+            largest[kinds] = max(abs(pair.error) for pair in several)
+    return largest
 
 
 def within(pairs: Sequence[HeldOut], machines: Collection[str] = ()) -> tuple[int, int]:
-    """Returns how many pairs have a band that the other machines set, and how many lie within it."""
+    """The number of pairs with a band from the other machines, and how many are within it."""
     inside: list[bool] = []
     for machine in machines or {pair.machine for pair in pairs}:
         others = bands([pair for pair in pairs if pair.machine != machine], LEAST_MACHINES - 1)

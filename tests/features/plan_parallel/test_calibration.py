@@ -33,7 +33,6 @@ MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), Load(8192, 2)
 
 @pytest.mark.slow
 def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
-    """Rounded up to a percent."""
     assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT
 
 
@@ -65,7 +64,6 @@ def test_recipes_are_the_middle_of_published_machines() -> None:
 
 
 def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that takes nothing: the test of bands would fail."""
     row = next(row for row in trainings() if row.name == "8B, 32k, FP8")
     by = next(row for row in trainings() if row.name == "8B, FSDP 8, FP8")
     errors = []
@@ -79,7 +77,7 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 @for_each("recipe", list(RECIPES))
 @for_each("precision", ["bf16", "fp8"])
-def test_what_calibrates_comes_out(recipe: str, precision: str) -> None:
+def test_calibration_recovers_planted_rates(recipe: str, precision: str) -> None:
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)
     found = calibrate(H100, training, recipe)
     assert pace_with(found, training) == pytest.approx(5000.0, rel=1e-6)
@@ -93,7 +91,7 @@ def test_a_pace_that_links_cannot_carry_is_refused() -> None:
         calibrate(slow, MeasuredTraining(MODEL, FSDP, LOAD, 5000.0))
 
 
-def test_what_nothing_was_held_out_of_has_no_band() -> None:
+def test_a_fit_without_held_out_machines_has_no_band() -> None:
     by = MeasuredTraining(MODEL, FSDP, LOAD, 5000.0)
     narrow = replace(LOAD, precision="fp8")
     assert pace_band(None, MODEL, FSDP, LOAD, "tensorwise") is None

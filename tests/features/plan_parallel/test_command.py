@@ -52,7 +52,7 @@ def written(folder: Path, lines: dict[str, str]) -> Path:
         ("fp4", "3", "h100.yaml: unknown key 'fp4'"),
     ],
 )
-def test_nonsense_is_refused(tmp_path: Path, line: str, value: str, words: str) -> None:
+def test_bad_numbers_are_refused(tmp_path: Path, line: str, value: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
         read_topology(written(tmp_path, {**LINES, line: value}))
     assert words in str(error.value)
@@ -68,7 +68,6 @@ def test_units_may_stand_behind_numbers(tmp_path: Path) -> None:
 
 @for_each("name", ["b200", "h100", "h200", "mi300x"])
 def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
-    """By their names; a file of that name comes first, and what their rates rest on is said."""
     monkeypatch.chdir(tmp_path)
     shipped = read_topology(Path(name))
     assert shipped.node == 8 and shipped.memory >= 80 * 2**30 and shipped.fp8 > shipped.bf16 > 3e14
@@ -79,7 +78,6 @@ def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_counts_of_gpus_are_compared(say: Say, topology: Path) -> None:
-    """Each has a row with its best way, and its ways by themselves."""
     given = ("llama3-8b", "--topology", str(topology), "--gpus")
     several = json.loads(say(*given, "8,64,8", "--json")[1])["counts"]
     assert several == [json.loads(say(*given, count, "--json")[1]) for count in ("8", "64")]
@@ -190,7 +188,7 @@ ATTENTION = ("attn.qkv 96x64", "attn.out 64x64")
     ("layers", "hidden", "keys", "gated"),
     [
         (("attn.qkv 192x64", "attn.out 64x64", "mlp.up 256x64", "mlp.down 64x256"), 256, 64, False),
-        # The fused product of attention is as wide as the feed-forward part.
+        # Attention's fused product is as wide as the feed-forward part.
         ((*ATTENTION, "mlp.up 96x64", "mlp.down 64x96"), 96, 16, False),
         ((*ATTENTION, "mlp.up 192x64", "mlp.down 64x96"), 96, 16, True),
         ((*ATTENTION, "feed_forward.w1 96x64", "feed_forward.w2 64x96", "feed_forward.w3 96x64"), 96, 16, True),
@@ -229,7 +227,7 @@ def test_other_models_are_no_decoders(layers: tuple[str, ...]) -> None:
     assert sizes_of(holders(*layers)[:-1]) is None
 
 
-def test_one_gpu_divides_nothing(say: Say) -> None:
+def test_one_gpu_needs_no_split(say: Say) -> None:
     code, out, _ = say("nano", "--gpus", "1", "--topology", "h100")
     assert code == 0 and "one GPU" in out and "each kind of division" not in out
 
@@ -246,14 +244,13 @@ def test_one_gpu_divides_nothing(say: Say) -> None:
         ("llama3-8b --gpus 8 --batch 16 --rlhf --checkpointing full", 0, "reference and reward"),
     ],
 )
-def test_what_an_answer_is_worth_is_said(say: Say, topology: Path, words: str, code: int, said: str) -> None:
+def test_an_answer_says_what_it_rests_on(say: Say, topology: Path, words: str, code: int, said: str) -> None:
     ended, out, _ = say(*words.replace("MEASURED", MEASURED).split(), "--topology", str(topology))
     assert ended == code and said in " ".join(out.split())
     assert said.startswith("No whole") or "No whole training" not in out or "--calibrate" not in words
 
 
 def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
-    """It also gives paces a band."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--json", "--checkpointing", "selective")
     given = (*given, "--batch", "16")
 
@@ -275,8 +272,7 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     assert way("--compiled-loss")["logits_bytes"] == pytest.approx(way()["logits_bytes"] / 3)
 
 
-def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
-    """Less memory; a measured training keeps its own states, and so its rates."""
+def test_fp8_lm_needs_less_memory(say: Say, topology: Path) -> None:
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8", "--batch", "16")
 
     def value(*words: str) -> Any:
@@ -286,15 +282,16 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
     assert [document["asked"]["topology"]["bf16"] for document in (wide, narrow)] == [
         wide["asked"]["topology"]["bf16"]
     ] * 2
-    alike = [next(way for way in document["ways"] if way["shards"] == 8) for document in (wide, narrow)]
-    assert alike[1]["states_bytes"] / alike[0]["states_bytes"] == 6 / 16
+    in_16_bits = {way["shards"]: way["states_bytes"] for way in wide["ways"]}
+    in_8_bits = {way["shards"]: way["states_bytes"] for way in narrow["ways"]}
+    assert in_8_bits[8] / in_16_bits[8] == 6 / 16
 
 
 @for_each(
     ("words", "said"),
     [
         ("llama3-8b --gpus 8 --topology h100 --states fp8-lm", "goes with FP8 products"),
-        ("llama3-8b --gpus 8 --topology h100 --recipe mxfp8", "add --dtype fp8"),
+        ("llama3-8b --gpus 8 --topology h100 --recipe mxfp8", "Add --dtype fp8"),
         ("llama3-8 --gpus 8", "required: --topology"),
         ("llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
         ("nano --gpus 3 --batch 5 --topology FILE", "cannot be divided evenly"),
@@ -321,7 +318,7 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links carry"),
     ],
 )
-def test_nonsense(say: Say, topology: Path, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(say: Say, topology: Path, words: str, said: str) -> None:
     code, _, err = say(*words.replace("FILE", str(topology)).split())
     assert code == 2 and said in err
 
@@ -330,9 +327,13 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--batch", "16", "--checkpointing", "full")
     plain, four = (json.loads(say(*given, *more, "--json")[1])["ways"] for more in ((), ("--rlhf",)))
     cuts = ("copies", "shards", "tensor", "pipeline", "context", "virtual", "micro_batches")
-    ways = {tuple(way[cut] for cut in cuts): way for way in plain}
-    alike = [(way, ways[key]) for way in four if (key := tuple(way[cut] for cut in cuts)) in ways]
-    assert len(alike) > 1  # where less fits another number of micro-batches is chosen
+
+    def key_of(way: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(way[cut] for cut in cuts)
+
+    ways = {key_of(way): way for way in plain}
+    alike = [(way, ways[key_of(way)]) for way in four if key_of(way) in ways]
+    assert len(alike) > 1  # if less memory allows another number of micro-batches, that one is chosen
     for way, alone in alike:
         more = way["critic_bytes"] + way["frozen_bytes"]
         assert way["memory_bytes"] == pytest.approx(alone["memory_bytes"] + more) and more > 0
@@ -340,7 +341,6 @@ def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> No
 
 
 def test_asking_for_scales_is_counted_where_tensors_are_cut(say: Say, topology: Path) -> None:
-    """Eight messages a block and micro-batch: none in bf16, none by rows, none without TP."""
     words = ["llama3-70b", "--gpus", "64", "--topology", str(topology), "--dtype", "fp8"]
     ways = json.loads(say(*words, "--json")[1])["ways"]
     for way in ways:

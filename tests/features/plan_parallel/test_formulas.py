@@ -36,7 +36,7 @@ from fp8bench.features.plan_parallel.ranking import (
 from tests.counts import for_each
 from tests.features.plan_parallel.published import GIB, TABLE, held, published
 
-# Each product reads a byte or two as another number: by hand these stay apart.
+# Factors of one or two bytes, distinguishable from all other numbers in the sum.
 SMALL = DecoderModel("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
 LINKS = Topology(node=4, memory=1e9, inside=1e6, between=1e5, bf16=1e9, fp8=2e9)
 LOAD = Load(sequence=32, local=8)
@@ -48,7 +48,6 @@ def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
 
 
 def test_every_published_figure_is_within_its_band() -> None:
-    """Memory of FSDP alone within 5%."""
     rows = held()
     assert not [figure for figure in rows if not figure.inside] and len(rows) == 20
     for row in (figure.row for figure in rows):
@@ -57,7 +56,6 @@ def test_every_published_figure_is_within_its_band() -> None:
 
 
 def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
-    """Models, from what to what trainings go, and by what memory is off at most."""
     rows = published()
     assert {name: DecoderModel(name, **fields) for name, fields in TABLE["model"].items()} == MODELS
     ends = (
@@ -84,7 +82,7 @@ def test_what_no_published_training_is_like_is_named() -> None:
             lambda patch: patch.setitem(STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2, lying=2)),
             {"8B, 32k, FP8", "8B, 256k, FP8"},
         ),
-        # A loss that is not compiled, which is what tells the rows of 2025 apart.
+        # An uncompiled loss, which distinguishes the rows of 2025.
         (
             lambda patch: patch.setattr(memory_module, "_FUSED_LOGIT", 12),
             {"8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200"},
@@ -98,8 +96,7 @@ def test_a_wrong_formula_leaves_a_band(
     assert {figure.row.name for figure in held() if not figure.inside} >= rows
 
 
-def test_memory_by_hand() -> None:
-    """One GPU, and a pipeline of two with two micro-batches."""
+def test_memory_equals_a_count_by_hand() -> None:
     block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
     assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
     alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
@@ -111,15 +108,15 @@ def test_memory_by_hand() -> None:
     assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
 
 
-def test_pace_by_hand() -> None:
-    """What TP, FSDP and copies send, counted send by send."""
+def test_pace_equals_a_count_by_hand() -> None:
     layout = ParallelLayout(copies=2, shards=2, tensor=2)
     found = pace_of(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
-    gathers_and_sums = sum(tokens * 64 * 2 / 2 for _ in range(4) for _ in ("attn", "mlp") for _ in range(4))
-    assert found.tensor == pytest.approx(gathers_and_sums / 1e6)  # half of each is another GPU's
+    blocks, halves, sends = 4, 2, 4
+    gathers_and_sums = blocks * halves * sends * tokens * 64 * 2 / 2
+    assert found.tensor == pytest.approx(gathers_and_sums / 1e6)  # half of each belongs to the other GPU
     assert found.shards == pytest.approx((2 + 2 + 4) * stage / 2 / 1e6)  # within a node of four
-    assert found.copies == pytest.approx(2 * 4 * (stage / 2) / 2 / 1e5)  # beyond it
+    assert found.copies == pytest.approx(2 * 4 * (stage / 2) / 2 / 1e5)  # across nodes
     assert found.bubble == 0 and found.context == 0
     assert found.step == found.work + found.exposed and found.exposed > 0
     assert tokens_a_second(layout, LOAD, found) == tokens / found.step / 2
@@ -140,8 +137,7 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
     level=some.sampled_from(list(Checkpointing)),
     count=some.sampled_from([1, 2, 4, 8]),
 )
-def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
-    """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
+def test_formulas_obey_basic_laws(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
     assert (
@@ -156,8 +152,8 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)
 
 
-def test_what_fp8_lm_keeps() -> None:
-    """As published: 6 bytes of 16 a weight (arXiv 2310.18313); moments 62.5% less (MS-AMP's page on its levels)."""
+def test_fp8_lm_stores_the_published_bytes() -> None:
+    """As published: 6 of 16 bytes a weight (arXiv 2310.18313); moments 62.5% less (MS-AMP's page on its levels)."""
     wide, narrow = STATES["fp32"], STATES["fp8-lm"]
     assert (wide.total, narrow.total) == (16, 6)
     assert (narrow.first + narrow.second) / (wide.first + wide.second) == 1 - 0.625
@@ -168,9 +164,11 @@ def test_what_fp8_lm_keeps() -> None:
         assert (after.kept, after.block, after.logits) == (before.kept, before.block, before.logits)
 
 
-def test_its_copies_and_what_it_sends_by_hand() -> None:
-    """Weights are sent as one byte instead of two, and lie there in two orientations; of gradients one byte is summed
-    and sent instead of four."""
+def test_copies_and_traffic_of_fp8_lm_equal_a_count_by_hand() -> None:
+    """Weights are sent as one byte instead of two and stored in two orientations.
+
+    Gradients are summed and sent as one byte instead of four.
+    """
     load = replace(LOAD, precision="fp8", states="fp8-lm")
     assert memory_of(SMALL, ParallelLayout(), load).gathered == 2 * (SMALL.weights - 64)
     stage = 2 * SMALL.block + SMALL.ends
@@ -185,8 +183,10 @@ def test_its_copies_and_what_it_sends_by_hand() -> None:
 
 
 def test_rlhf_keeps_four_models_of_which_two_are_trained() -> None:
-    """By hand for one GPU: 16 bytes and a copy of two each, twice, and two copies that stay; sharded they are shared
-    out, and what is gathered is gathered for one model at a time."""
+    """One GPU: 16 bytes and a two-byte copy for each of two models, and two frozen copies.
+
+    Sharded models are divided, and gathered for one model at a time.
+    """
     load = replace(LOAD, rlhf=True)
     layout = ParallelLayout()
     plain, found = memory_of(SMALL, layout, LOAD), memory_of(SMALL, layout, load)
@@ -201,8 +201,11 @@ def test_rlhf_keeps_four_models_of_which_two_are_trained() -> None:
     assert narrow.states / found.states == 1 - 0.625 and narrow.frozen / found.frozen == 0.5
 
 
-def test_zero_one_by_hand() -> None:
-    """Of four copies each keeps weights and gradients, and a quarter of the rest; gradients go, and weights come."""
+def test_zero_one_equals_a_count_by_hand() -> None:
+    """Each of four replicas stores all weights and gradients and a quarter of the rest.
+
+    It sends gradients and receives weights.
+    """
     layout, load = ParallelLayout(copies=4), replace(LOAD, zero_one=True)
     weights = SMALL.weights - 64
     found = memory_of(SMALL, layout, load)
@@ -220,10 +223,13 @@ def test_zero_one_by_hand() -> None:
     [*zip(TABLE["fp8_lm"], (0.32, 0.36, 0.43), strict=True)],
     ids=lambda value: value["model"] if isinstance(value, dict) else "",
 )
-def test_what_fp8_lm_saves(row: dict[str, Any], share: float) -> None:
-    """Of GiB told, within 9%: bf16 weights and fp32 gradients are whole in each copy, what the optimizer keeps is
-    shared out. With FP8 weights in one orientation, or nothing shared out, it is off by more than a tenth. As a share
-    it is above what is told, as the formulas leave out 6 to 13 GiB of either."""
+def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) -> None:
+    """Within 9% of the published GiB.
+
+    bf16 weights and fp32 gradients are complete in each replica, optimizer states are sharded. With FP8 weights in one
+    orientation, or without sharding, the error exceeds 10%. As a share it is above the published one, because the
+    formulas omit 6 to 13 GiB of both.
+    """
     model = FP8_LM_MODELS[row["model"].lower()]
     assert (model.width, model.layers) == (row["width"], row["layers"])
     cut = row["layout"]

@@ -27,7 +27,7 @@ def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: in
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
-def test_every_way_is_there_once(gpus: int, batch: int) -> None:
+def test_every_split_is_listed_once(gpus: int, batch: int) -> None:
     question = asked(gpus=gpus, batch=batch)
     every = list(layouts(question))
     assert len(every) == len(set(every)) and all(layout.gpus == gpus for layout in every)
@@ -44,7 +44,6 @@ def test_every_way_is_there_once(gpus: int, batch: int) -> None:
 
 
 def test_stages_are_equally_long() -> None:
-    """But for the ends: 16 stages of 405B have 126 layers, the embedding and the head."""
     assert {way.pipeline for way in layouts(asked(gpus=7, batch=56))} == {1}  # five layers in the longest of 7 stages
     assert {16, 32} <= {way.pipeline for way in layouts(asked("llama3-405b", 512, 512))}
     ways = {(way.pipeline, way.virtual) for way in layouts(asked("llama3-70b", 16, 128))}
@@ -62,7 +61,7 @@ def test_the_first_is_the_fastest_that_fits() -> None:
 
 
 def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
-    """8B fits on eight GPUs as it is; 70B needs them all, and more; 405B fits in no way."""
+    """8B fits on eight GPUs without; 70B needs all of them and recomputing; 405B never fits."""
     levels = {}
     for model, gpus in (("llama3-8b", 8), ("llama3-70b", 24), ("llama3-405b", 8)):
         question, plans = with_least_checkpointing(asked(model, gpus))
@@ -72,8 +71,11 @@ def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
     assert levels["llama3-405b"] == (Checkpointing.FULL, False)
 
 
-def test_the_matrix() -> None:
-    """Small: DDP. 8B on a node: FSDP. 405B on many: TP and PP. Long sequences: CP. Never experts that are not there."""
+def test_each_kind_of_model_gets_its_usual_split() -> None:
+    """Small: DDP. 8B on a node: FSDP. 405B on many: TP and PP. Long sequences: CP.
+
+    Experts only if the model has some.
+    """
 
     def yes(question: ParallelQuestion) -> set[str]:
         return {ruling.kind for ruling in rulings(question) if ruling.say is Say.YES}
@@ -83,10 +85,10 @@ def test_the_matrix() -> None:
     assert yes(asked()) == {"FSDP"}
     assert yes(asked("llama3-405b", 512, 512)) == {"TP", "PP"}
     assert "CP" in yes(asked(gpus=64, sequence=131072))
-    # Sequences that cannot be dealt out: of too few for any GPU to have one, TP and PP, which no ranking contradicts.
+    # Too few sequences for one per GPU: TP and PP, which no ranking contradicts.
     assert yes(asked(batch=7)) == {"TP"} and yes(asked(gpus=64, batch=8)) == {"TP", "PP"}
     assert yes(asked(batch=12)) == set() and yes(asked(gpus=1, batch=1)) == set()
-    # 64 heads and 80 layers cannot be cut in seven, nor in 83.
+    # 64 heads and 80 layers divide neither by seven nor by 83.
     for gpus in (7, 83):
         question = asked("llama3-70b", gpus, batch=gpus - 1)
         assert yes(question) == set() and rulings(question)[2].why.endswith(

@@ -17,7 +17,7 @@ from fp8bench.features.plan_parallel.formulas import (
 from tests.counts import for_each
 
 LAYERS = 200
-# A vocabulary of one, so that layers are all there is.
+# A vocabulary of one, so that only layers matter.
 MODEL = DecoderModel("layers", vocabulary=1, width=64, layers=LAYERS, heads=8, key_heads=8, hidden=256, gated=False)
 RATE = 1e12
 
@@ -38,7 +38,7 @@ def fetch(now: float, sends: list[tuple[Link, float]]) -> float:
 
 
 def order_of(stage: int, stages: int, pieces: int) -> list[tuple[str, int]]:
-    """Passes of a stage by 1F1B; of one stage alone forward and backward take turns."""
+    """Passes of a stage in the 1F1B schedule; a single stage alternates forward and backward."""
     ahead = min(pieces, stages - stage - 1)
     order = [("forward", piece) for piece in range(ahead)]
     for piece in range(pieces - ahead):
@@ -47,7 +47,7 @@ def order_of(stage: int, stages: int, pieces: int) -> list[tuple[str, int]]:
 
 
 def simulate(layout: ParallelLayout, load: Load, links: Topology) -> float:
-    """Walks through all passes of all stages: a layer's product waits for its weights, a stage for its neighbour."""
+    """Simulates all passes of all stages: a layer's product waits for its weights, a stage for its neighbour."""
     stages, pieces = layout.pipeline, load.micro_batches
     layers = LAYERS // stages
     tokens = load.local * load.sequence / pieces / layout.context
@@ -111,7 +111,6 @@ LAYOUTS = {
 def test_the_formula_is_what_a_walk_through_the_step_takes(
     name: str, tokens: int, pieces: int, zero_one: bool, level: Checkpointing
 ) -> None:
-    """Where links decide, where products do, and between, but for one layer of each pass."""
     layout, links = LAYOUTS[name], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
     load = Load(128, pieces * tokens // 128, pieces, checkpointing=level, zero_one=zero_one)
     pace = pace_of(MODEL, layout, load, links)
@@ -119,7 +118,6 @@ def test_the_formula_is_what_a_walk_through_the_step_takes(
 
 
 def test_only_the_last_micro_batch_hides_the_sum_of_gradients() -> None:
-    """Sixteen micro-batches hide as much of it as one does, though all of them together could hide it all."""
     layout, links = LAYOUTS["copies between nodes"], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
     one, sixteen = (pace_of(MODEL, layout, Load(128, 8 * pieces, pieces), links) for pieces in (1, 16))
     assert one.exposed == pytest.approx(sixteen.exposed)

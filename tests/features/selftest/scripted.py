@@ -1,4 +1,4 @@
-"""A worker whose steps take what a test says."""
+"""A worker whose steps take scripted times."""
 
 from __future__ import annotations
 

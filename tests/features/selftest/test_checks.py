@@ -29,7 +29,6 @@ CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
     ],
 )
 def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: float, held: list[bool]) -> None:
-    """What should be identical comes out slower or faster, and what is slowed the same or faster: arms of 0.3 ms."""
     worker = Scripted(lambda key, case: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
     assert [check.held for check in checks.verdicts(worker, CPU)] == held
 
@@ -43,8 +42,8 @@ def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side
     assert {case.device for case in worker.prepared} == {facts.key}
 
 
-def test_what_is_planted_runs(bench: Bench) -> None:
-    """The product with tiny calls behind it, through a real bench: scripted steps would not miss a parameter."""
+def test_the_planted_slow_down_runs_on_a_real_bench(bench: Bench) -> None:
+    """The product followed by tiny calls, on a real bench: scripted steps would not notice a missing parameter."""
     bench.prepare("planted", checks._planted_case(64, 800), CPU)
     assert len(bench.slot("planted", 3, 0).steps) == 3
     bench.release("planted")

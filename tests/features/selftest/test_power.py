@@ -49,7 +49,7 @@ def by_hand() -> Arms:
 
 def test_a_row_counts_verdicts_and_takes_medians() -> None:
     """Effects without trials have no row. A false alarm is no wrong sign: nothing was planted, so there is none."""
-    alarm, wrong = summarise(by_hand())
+    alarm, wrong = summarise([by_hand()])
     assert (alarm, wrong) == (
         PowerRow("product", 0.0, 0.0, 3, slower=0, faster=1, same=1, unsure=1, seconds_median=1.0, seconds_longest=1.0),
         PowerRow(
@@ -73,7 +73,7 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
 
 
 def slowing(per_call: float) -> Scripted:
-    """Steps of 0.3 ms and so many nanoseconds a tiny call."""
+    """Steps of 0.3 ms plus `per_call` nanoseconds per tiny call."""
     return Scripted(lambda key, case: 300_000 + per_call * int(case.param("extra")), noise=0.02)
 
 
@@ -83,35 +83,32 @@ def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> 
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
     for effect in EFFECTS:
         assert result.extra(effect) == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
-    assert not result.loads and summarise(result) == []
+    assert not result.loads and summarise([result]) == []
 
 
 def test_a_trial_judges_every_effect_once() -> None:
-    """A clear slow-down is found, the identical pair is left in peace, states are given back."""
     worker, seen = slowing(50.0), list[int]()
     operation = operations("text:0", CPU)[0]
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
     assert sum(map(len, result.outcomes.values())) == 2 * len(EFFECTS)
-    rows = {row.planted: row for row in summarise(result)}
+    rows = {row.planted: row for row in summarise([result])}
     assert list(rows) == list(EFFECTS) and all(row.trials == 2 for row in rows.values())
     assert rows[0.0].slower == rows[0.0].faster == 0 and rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
     assert seen == [1, 2] and not worker.held
-    # Two sizings, and once for both trials: reference, control and a candidate an effect, each of so short a step
-    # several times.
+    # Two sizings, once for both trials: reference, control and one candidate per effect, each several times.
     assert len(worker.prepared) == 2 + STATES * (2 + len(EFFECTS))
 
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
     operation = Operation("small", "short", "fp32", operations("t", CPU)[0].params, 0.2)
-    for row in summarise(measure_power(slowing(50.0), CPU, operation, 1, 0)):
+    for row in summarise([measure_power(slowing(50.0), CPU, operation, 1, 0)]):
         assert row.seconds_longest < 0.2 + 3 * 64 * 9e-3  # looks come at intervals
 
 
 @for_each("facts", [CPU, H200], ids=lambda one: one.kind)
 @for_each("number", range(3), ids=power.OPERATIONS.__getitem__)
 def test_operations_are_what_the_planted_workload_takes(number: int, facts: DeviceFacts) -> None:
-    """Every parameter of the base workload is given; a GPU has sizes of its own."""
     operation = operations("text:0", facts)[number]
     assert (operation in operations("text:0", CPU)) is not facts.accelerated
     params = dict(operation.params)
@@ -123,9 +120,9 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     assert operation.key in power.OPERATIONS
 
 
-def test_the_command(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and the JSON come from the same trials; a wrong sign ends with 3, as the one error never excused."""
-
+def test_the_command_prints_table_and_json_of_the_same_trials(
+    fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Known(Scripted):
         def __init__(self, settings: object) -> None:
             vars(self).update(vars(slowing(50.0)))

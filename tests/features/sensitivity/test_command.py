@@ -29,7 +29,7 @@ FEW = ("--by", "kind", "--steps", "1", "--tolerance", "50")
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Run `sensitivity` without waiting for a process of its own, beside a model of one's own."""
+    """Runs `sensitivity` in this process, next to a user's model."""
     Path("net.py").write_text(NET)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     return unfolding(fp8bench, "sensitivity")
@@ -56,13 +56,12 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
         ("--write-map nowhere/map", "cannot be written"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -> None:
+def test_bad_arguments_give_one_message(words: str, said: str, say: Say) -> None:
     code, out, err = say(*words.split())
     assert (code, out) == (2, "") and said in only_sentence(err)
 
 
 def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
-    """By their paths in the model; the others stay as they came, whatever is low."""
     code, out, err = say("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--json")
     assert (code, complaints(err)) == (0, "")
     document = json.loads(out)
@@ -80,7 +79,6 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
 
 
 def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
-    """Where no loss tells layers apart: the worst are left out until the others' gradients are near enough."""
     words = ("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--tolerance", "50", "--json")
     whole = json.loads(say(*words)[1])
     errors = sorted(trial["gradient_error"] for trial in whole["probes"])
@@ -101,7 +99,7 @@ def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatc
     assert code == 3 and "the reference itself failed: RuntimeError: no such kernel" in out
 
 
-def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_prints_the_finished_part(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     inner, calls = Bench.losses, []
 
     def interrupted(self: Bench, *arguments: object) -> tuple[float, ...]:

@@ -82,12 +82,11 @@ def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tup
 
 
 def costs(*bad: str) -> Callable[[frozenset[str]], float]:
-    """Each of these layers costs 10% where it is low."""
+    """Each of these layers costs 10% when it is low."""
     return lambda low: 1.0 + 0.1 * len(low & set(bad))
 
 
 def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() -> None:
-    """One layer is low in the reference; all layers are the low precision with a map for the head."""
     trainer = Trainer(costs())
     study, told = studied(trainer)
     assert [mode for mode, *_ in trainer.log] == [
@@ -106,7 +105,7 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     assert told[-1] == (12, 13, "trainings", "training with all layers")
 
 
-def test_by_kind_whole_kinds_are_low() -> None:
+def test_a_study_by_kind_lowers_whole_kinds() -> None:
     trainer = Trainer(costs())
     study, _ = studied(trainer, By.KIND)
     assert [trial.precision_map for trial in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]
@@ -130,7 +129,7 @@ def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
 
 
 def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> None:
-    """Suites leave the head high by themselves: with the map that says so the layers low are the same."""
+    """Suites keep the head high by default, so a map with a high head gives the same low layers."""
     study, _ = studied(Trainer(costs("head")))
     assert study.suggestion is not None and study.suggestion.precision_map == ()
     assert study.stated_map(study.suggestion) == (("head", "bf16"),)
@@ -193,7 +192,6 @@ class Formats(Trainer):
 
 
 def test_each_layer_gets_the_cheapest_format_that_is_nearly_the_best(tmp_path: Path) -> None:
-    """Within a tenth of the least error. Then the map is trained, and one format in all layers next to it."""
     up, down = "blocks.0.mlp.up", "blocks.0.mlp.down"
     errors: dict[tuple[str, str], float | WorkerError] = {
         (up, "fp8"): 0.5, (up, "fp8-e4m3"): 0.112, (up, "fp8-rowwise"): 0.109,

@@ -90,7 +90,7 @@ def test_the_noise_is_the_largest_gap_of_another_draw_and_judges_gaps() -> None:
 
 
 def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
-    """As where a maker sets a seed, or loads its weights: gaps are no verdicts, and gradients rank."""
+    """For example if a maker sets a seed or loads weights: gaps have no verdict, and gradients rank."""
     same = tuple(replace(BASE, draw=draw) for draw in (1, 2))
     study = replace(STUDY, draws=same, probes=(probe("a", 2.4, 0.1), probe("b", 2.0, 0.2)))
     assert study.noise is None and value_of(study)["noise"] is None
@@ -101,8 +101,7 @@ def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
     assert "noise is unknown" in words and "+0.00%" not in words.split("low layer")[0]
 
 
-def test_the_worst_come_first() -> None:
-    """Failed runs, then gaps beyond the noise by size, then the rest by the errors of their gradients, known or not."""
+def test_layers_are_sorted_by_their_damage() -> None:
     probes = (
         probe("small", 2.0, 0.1),
         probe("better", 1.5, 0.2),
@@ -129,8 +128,7 @@ def told(study: Study) -> str:
     return " ".join(render(page_of(study)).split())
 
 
-def test_what_there_is_to_tell_is_told() -> None:
-    """Without a map why; without trainings, or a reference, nothing that nobody knows."""
+def test_a_study_without_results_gives_reasons() -> None:
     probes = probe("a", 2.5), replace(probe("b", 2.0), failure="the loss is nan in step 2", losses=(3.0, math.nan))
     lost = replace(STUDY, probes=probes, candidates=(probe("all", 2.5),), finished=True)
     assert "every map was tried" in told(lost) and "interrupted" in told(replace(lost, finished=False))
@@ -158,13 +156,13 @@ NAMES = [layer.name for layer in LAYERS]
     ],
 )
 def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
-    """Of all layers but those. The head stays high unless it is said to be low; kinds have one word."""
-    left = [name for name in NAMES if not any(f"{name}.".startswith(f"{front}.") for front in gone)]
-    assert as_words(map_of(LAYERS, left, ("fp8", "bf16"), "bf16")) == words
+    high = tuple(f"{front}." for front in gone)
+    low = [name for name in NAMES if not f"{name}.".startswith(high)]
+    assert as_words(map_of(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
 
 
 def test_another_reference_is_named_for_the_head_too() -> None:
-    """What stays high without a map has fp8's carrier, and not the reference."""
+    """Without a map the excluded layers run in fp8's carrier instead of the reference."""
     assert as_words(map_of(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
     assert as_words(map_of(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
 
@@ -176,21 +174,20 @@ def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
 
 PARTS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), min_size=1, max_size=3).map(".".join)
 WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()), min_size=1, max_size=8).map(
-    lambda rows: [Layer(*row) for row in {row[0]: row for row in rows}.values()]
+    lambda rows: list({row[0]: Layer(*row) for row in rows}.values())
 )
 
 
 @given(WILD, st.data())
-def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataObject) -> None:
-    """Kinds called like names, layers inside of layers, three precisions."""
+def test_any_names_and_kinds_of_layers_are_mapped(layers: list[Layer], data: st.DataObject) -> None:
     modes = st.sampled_from(["x", "y", "z"])
-    wanted, usual = ({layer.name: data.draw(modes) for layer in layers} for _ in range(2))
+    wanted = {layer.name: data.draw(modes) for layer in layers}
+    usual = {layer.name: data.draw(modes) for layer in layers}
     keys = dict(shorten_map(layers, wanted, usual))
     assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted
 
 
 def test_a_layer_called_like_a_kind_is_low_alone() -> None:
-    """Also one called like a part that other paths name."""
     names = {"linear": "", "other": "", "attn": "attn", "self_attention": "attn", "p": "", "p.low": ""}
     layers = [Layer(name, "linear", group=group) for name, group in names.items()]
     for low in layers:

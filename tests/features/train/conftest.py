@@ -20,7 +20,7 @@ Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
 
 @pytest.fixture
 def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """Train with a fake lab; without a request resume the training that is there."""
+    """Trains with a fake lab; without a request resumes the existing training."""
     write_text()
 
     def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
@@ -39,6 +39,6 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open labs in this process that validate on a sixteenth of the held-out text."""
+    """Opens labs in this process that validate on a sixteenth of the held-out text."""
     monkeypatch.setattr("fp8bench.features.train.lab.evaluate._TOKENS", 256)
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))

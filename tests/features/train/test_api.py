@@ -186,11 +186,11 @@ class LightningProtocol:
                 self.callback.on_exception(self, self.module, RuntimeError())
                 return
         self.callback.on_train_end(self, self.module)
-        self.validated(7.0)  # trainer.validate() of its own, after the training
+        self.validated(7.0)  # a separate trainer.validate() after the training
 
 
 def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At their steps: not the check before the first step, none without a val_loss, none after the end."""
+    """At their steps: without the check before the first step, without val_loss, and without those after the end."""
     stand_in = types.SimpleNamespace(Callback=object)
     monkeypatch.setitem(sys.modules, "lightning", types.SimpleNamespace(pytorch=stand_in))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)

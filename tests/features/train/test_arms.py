@@ -1,4 +1,4 @@
-"""What a training's request may ask for, its arms by request and device, and which arms are trained together."""
+"""Allowed requests of a training, its arms by request and device, and which arms train together."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ SP = replace(TP, parallel="sp")
 @for_each(
     ("asked", "names"),
     [
-        # The highest precision leads, or the one that is named; bands are those asked for.
+        # The highest precision leads, or the named one; bands are those requested.
         ({"dtypes": ("nvfp4", "fp8", "bf16")}, ["bf16", "bf16 again", "bf16 one ulp", "nvfp4", "fp8"]),
         ({"dtypes": ("fp8", "bf16"), "bands": ("one-ulp",)}, ["bf16", "bf16 one ulp", "fp8"]),
         ({"reference": "fp8", **NONE}, ["fp8", "bf16"]),
         ({"dtypes": ("bf16", *MSAMP), **NONE}, ["bf16", *MSAMP]),
         ({"dtypes": ("bf16", "msamp-o2"), "sweep": (("rate", ("1e-3",)),), **NONE}, ["bf16", "msamp-o2"]),
-        # A rate is swept in the reference, too; rates of one precision are compared with each other.
+        # A rate is swept in the reference too; rates of one precision are compared with each other.
         (
             {"sweep": RATES, **NONE},
             ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002", "fp8 rate=0.0005", "fp8", "fp8 rate=0.002"],
         ),
         ({"dtypes": ("bf16",), "sweep": RATES, **NONE}, ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002"]),
-        # An option is swept where a dtype has it; equal arms are one, by the canonical name; several multiply.
+        # An option is swept in dtypes that have it; equal arms are merged under the canonical name; several options
+        # multiply.
         (
             {"dtypes": DELAYED, "sweep": (("history", ("1", "16", "1024")), ("margin", ("0", "1"))), **NONE},
             [
@@ -85,7 +86,7 @@ def test_which_arms_a_request_has(asked: dict[str, Any], names: list[str]) -> No
 
 
 def test_what_arms_take_of_the_settings() -> None:
-    """A step of every arm reads as much text as the reference's, whatever its micro-batches."""
+    """Every arm's step reads as much text as the reference's, for any micro-batches."""
     levels = make_arms(TrainingRequest(("bf16", *MSAMP), **NONE), CPU)
     taken = [arm.merge_settings(TrainerSettings()) for arm in levels]
     assert [(own.master, own.gradients, own.optimizer_states) for own in taken] == [
@@ -104,7 +105,7 @@ def test_what_arms_take_of_the_settings() -> None:
 
 @for_each(("device", "native"), [(CPU, False), (H200, True)])
 def test_native_is_what_the_device_multiplies_in(device: DeviceFacts, native: bool) -> None:
-    """All precisions of a map have to be native."""
+    """All precisions of a map must be native."""
     arms = {arm.name: arm for arm in make_arms(TrainingRequest(("bf16", "fp8", "nvfp4")), device)}
     assert arms["bf16"].native and arms["fp8"].native is native and not arms["nvfp4"].native
     mapped = TrainingRequest(settings=TrainerSettings(precision_map=(("mlp", "nvfp4"),)))
@@ -191,7 +192,7 @@ def test_impossible_requests_are_refused_before_anything_starts(why: str) -> Non
 
 
 def test_what_several_ranks_can_train() -> None:
-    """Cut blocks need native products of a rank's share."""
+    """Split blocks need native products of a rank's shard."""
     for settings in (DDP, replace(TP, batch=1), replace(TP, precision_map=(("norm", "fp8"),))):
         check_training(TrainingRequest(ranks=2, settings=settings))
     for count, refused in ((2, False), (32, True)):
@@ -216,7 +217,7 @@ def test_the_device_is_the_first_gpu_or_the_one_that_is_named() -> None:
 
 
 def test_arms_that_do_not_fit_into_memory_together_are_refused() -> None:
-    """By what all keep, plus the most that a step of one adds: 190 and 120; not where the needs of one are unknown."""
+    """All arms' storage plus the largest need of one step: 190 and 120. Not checked if one arm's needs are unknown."""
     request = small(dtypes=("bf16", "fp8", "mxfp8"))
     needs = {"bf16": (40, 100), "fp8": (50, 120), "mxfp8": (60, 180)}
     costs = [ArmCost(arm, 0, kept=(("weights", kept),), memory=MemoryUse(peak)) for arm, (kept, peak) in needs.items()]

@@ -1,4 +1,4 @@
-"""What a training begins with: its texts, their held-out parts, and the questions of tasks."""
+"""Starting points of a training: texts, held-out parts, and questions of tasks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_token_files_are_mapped_where_they_lie(tmp_path: Path) -> None:
 
 
 def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
-    """As nanoGPT names them; both count for vocabulary and identity."""
+    """With nanoGPT's file names; both count for vocabulary and identity."""
     data = tokens_file(tmp_path / "own" / "train.bin", [1, 2, 3] * 100)
     beside = tokens_file(tmp_path / "own" / "val.bin", [4, 500] * 30)
     (tmp_path / "own" / "meta.pkl").write_bytes(b"never read")
@@ -105,7 +105,7 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: 
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], files: int = 2) -> Path:
-    """What save_to_disk writes, as far as it is read."""
+    """The files of save_to_disk, as far as they are read."""
     pa = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
@@ -122,7 +122,10 @@ WHOLE = TEXT + b"\n"
 
 
 def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
-    """All files in order, a line break after each document. With a held-out part the whole train part is trained on."""
+    """All files in order, a line break after each document.
+
+    If there is a held-out part, the whole train part is trained on.
+    """
     single = saved(tmp_path / "set", [{"id": number, "text": line, "title": "x"} for number, line in enumerate(LINES)])
     text = prepared(single)
     assert decoded(text.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10] and text.identity.startswith("set:")

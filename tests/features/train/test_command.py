@@ -196,7 +196,7 @@ def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
 
 
 def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path) -> None:
-    """Something is left to compare; --compile on the command line is refused with what to write."""
+    """A comparison remains; --compile on the command line is refused with the correct keys."""
 
     def arms(text: str, *words: str) -> dict[str, str]:
         parser = build_parser()

@@ -1,4 +1,4 @@
-"""The files of examples/: each is a training that can be planned as it stands."""
+"""The files in examples/: each can be planned unchanged."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tests.measure.ranks.test_worker import gone
 from tests.own_suites import forgotten
 from tests.trainings import NotedTraining, said, small, write_text, write_tokens
 
-# Delayed scales, random rounding and dropout: what a checkpoint could forget.
+# Delayed scales, random rounding and dropout: state that a checkpoint could lose.
 USUAL = ("train", "--data", "text", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
 SHORT = (*USUAL, "--dtypes", "bf16,fp8-delayed", "--steps", "6", "--seeds", "1", "--keep", "2")
 LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds", "2", "--keep", "6")
@@ -39,7 +39,7 @@ _PATIENCE = 300.0
 
 
 def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
-    """Until the stream has `more` bytes more than at the start, or the process has ended."""
+    """Waits until the stream has grown by `more` bytes since the start, or the process has ended."""
     begun, end = None, time.monotonic() + _PATIENCE
     while process.poll() is None and time.monotonic() < end:
         paths = KIND.files(store)
@@ -56,7 +56,7 @@ def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
 def test_killed_trainings_resume_to_the_same_losses(
     count: int, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parent, worker or both, at random moments; every line is there once."""
+    """Parent, worker or both, at random moments; every line exists once."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
     write_tokens(Path("text"))
     begin = SHORT if count == 1 else LONG
@@ -73,7 +73,7 @@ def test_killed_trainings_resume_to_the_same_losses(
             began = workers(process.pid)
             victims = chance.choice(([process.pid], [*began, process.pid], [*began]))
             for victim in victims if process.poll() is None else ():
-                with contextlib.suppress(ProcessLookupError):  # a worker that has come to its end by itself
+                with contextlib.suppress(ProcessLookupError):  # a worker that ended by itself
                     os.kill(victim, signal.SIGKILL)
                     kills += 1 if victim == victims[0] else 0
             process.wait(_PATIENCE)
@@ -86,7 +86,7 @@ def test_killed_trainings_resume_to_the_same_losses(
         else:
             words = ("train", "--resume", "last")
     if not kept.finished:
-        # Not in this process, which has a timer: it would be another one than the training began in.
+        # Not in this process, which has a timer and so would count as a different environment.
         with started([*words, "--store", str(store)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             assert process.wait(_PATIENCE) == 0, process.stderr and process.stderr.read()
         kept = load_training(KIND.files(store)[0])
@@ -133,7 +133,7 @@ def kinds(kept: KeptTraining) -> list[str]:
 
 @pytest.mark.parametrize("parallel", sampled(["fsdp"], PARALLEL))
 def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> None:
-    killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
+    killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a message that it died
     whole = trained(tmp_path / "whole", planted.KILLED, parallel)
     (event,) = killed.of(TrainingEvent)
     assert event.kind == "restarted" and "rank 1 of 2, in " in event.words and "was ended by SIGKILL" in event.words
@@ -143,9 +143,9 @@ def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> No
     (cost,) = [cost for cost in whole.of(ArmCost) if cost.arm == "fp32" and cost.memory]
     assert cost.memory is not None and len(cost.memory.ranks) == 2
     kept, weights, count = (dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"], whole.training.parameters)
-    if parallel == "zero":  # of whole weights nobody has half
+    if parallel == "zero":  # nobody has half of unsplit weights
         assert 0.4 < kept / (4 * count) < 0.6 and weights == kept + 4 * count
-    elif parallel == "fsdp":  # whole weights are there at the highest point, beside a rank's own
+    elif parallel == "fsdp":  # at the peak the gathered weights exist in addition to the rank's shard
         assert (kept, weights) == (2 * count, 6 * count)
     else:
         assert kept == weights and (weights < 4 * count) == (parallel != "ddp")

@@ -60,7 +60,7 @@ def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
 
 
 def test_a_training_of_another_version_is_read_without_what_this_one_lacks(writer: TrainingWriter) -> None:
-    """An arm in a role, and settings and bands, that only the other version has."""
+    """An arm in a role, and settings and bands, that exist only in the other version."""
     writer.append([*LINES, row_of("bf16 other seed", 0, 3), TrainingEvent("fp8", 0, 9, "tried-fix", "it helped")])
     path = as_older(writer.path)
     head, *lines = path.read_text().splitlines()
@@ -111,8 +111,10 @@ def test_going_back_cuts_the_stream_and_keeps_events(writer: TrainingWriter) -> 
 
 
 def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> None:
-    """A checkpoint without a place, complete or not, is removed. Without places nothing was kept yet; broken places are
-    an error."""
+    """A checkpoint without a place is removed, complete or not.
+
+    Without a file of places nothing was stored; a broken one is an error.
+    """
     folder, kept = writer.checkpoint(0, 6), writer.path.with_name("places.json")
     folder.mkdir()
     writer.keep(0, 6, folder, ())
@@ -167,7 +169,7 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8ben
 
 
 def test_an_older_header_has_numbers_of_the_optimizer_and_schedule_on_their_own() -> None:
-    """They are read as keys; what is at its default is left out."""
+    """They are read as keys; defaults are left out."""
     older = {"betas": [0.8, 0.95], "weight_decay": 0.2, "warmup": 0.1, "floor": 0.0, "schedule": "linear"}
     for optimizer, read in (
         ("adamw", "adamw:betas=0.8,0.95:weight_decay=0.2"),

@@ -123,8 +123,10 @@ STEPS, SEEDS = 40, 5
 
 
 def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = STEPS, worse: float = 0.0) -> Path:
-    """A small classifier in an ordinary loop; `noise` is added to its weights in each step, and `worse` of its labels
-    are wrong."""
+    """A small classifier in an ordinary loop with noise on its weights in each step.
+
+    `worse` of its labels are wrong.
+    """
     torch.manual_seed(seed)
     model, true = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -150,8 +152,7 @@ def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = S
 
 @pytest.mark.slow
 def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
-    """A fifth of wrong labels is worse, noise like rounding is as good, a copy is recognised, and an unfinished loop
-    has no verdict."""
+    """20% wrong labels are worse, noise is as good, a copy is recognised, and an unfinished loop has no verdict."""
 
     def seeds(name: str, **how: Any) -> Sequence[Path]:
         return [loop(tmp_path / f"{name}-{seed}.jsonl", seed, name=name, **how) for seed in range(SEEDS)]

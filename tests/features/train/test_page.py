@@ -58,7 +58,7 @@ def cells(made: Page, name: str) -> list[list[str]]:
 
 
 def column(made: Page, title: str, name: str = "arms") -> list[str]:
-    """A column of the arms that are compared."""
+    """A column of the compared arms."""
     arms = element(made, name, Table)
     place = [column.title for column in arms.columns].index(title)
     return [row[place].text for row in arms.rows if row[0].text in ("bf16", "fp8")]
@@ -69,7 +69,7 @@ def reading(step: int, amax: float, layer: str = "head", role: str = "input", **
 
 
 def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of the table, and one line of a step: then CSV, boards, page and terminal have it."""
+    """Declared as a table row or as a figure of steps, it appears in CSV, boards, page and terminal."""
     figure = Figure("noise_scale", "noise scale", "noise scale")
     monkeypatch.setitem(FIGURES, figure.name, figure)
     more = [StepFigure("fp8", 0, step, figure.name, 3.0 + step) for step in (0, 10, 20)]
@@ -83,13 +83,13 @@ def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) ->
 
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
 def test_windows_end_at_the_endpoint(steps: int) -> None:
-    """The first has one step; there are few enough to draw."""
+    """The first has one step; few enough to draw."""
     ends = ends_of(steps)
     assert (ends[0], ends[-1]) == (1, steps) and ends == tuple(sorted(set(ends))) and len(ends) <= 61
 
 
 def test_the_last_gap_drawn_is_the_verdict_and_the_band_is_of_all_seeds() -> None:
-    """The verdict's interval also spans those of the steps before."""
+    """The verdict's interval also spans those of earlier steps."""
     gap = judged(lines(GAPS)).verdicts.arms[0].judged.gap
     last = dict(element(page(), "gap", Lines).series)["fp8"][-1]
     assert gap is not None and gap.shown is not None and last is not None
@@ -106,7 +106,7 @@ def alarm(step: int, rule: str, arm: str = "fp8", seed: int = 0) -> TrainingEven
 
 
 def test_alarms_stand_on_the_curves_by_their_rules() -> None:
-    """At their steps, in any seed; on the gap only those of candidates. Where a curve has ended, at its last mark."""
+    """At their steps, for any seed; on the gap only candidates' alarms. If a curve has ended, at its last mark."""
     alarms = (alarm(0, "plateau"), alarm(49, "loss-gap", seed=1), alarm(49, "plateau"), alarm(99, "plateau", "bf16"))
     made = page(*alarms, alarm(30, "plateau", "bf16 again"))
     loss, gap = element(made, "loss", Lines), element(made, "gap", Lines)
@@ -132,7 +132,7 @@ def test_pace_and_memory_over_steps() -> None:
 
 
 def test_memory_of_arms_is_compared_at_one_moment() -> None:
-    """When the forward pass has ended; each arm has its own peak. Older trainings have only the peak."""
+    """After the forward pass; each arm has its own peak. Older trainings have only the peak."""
     forward = (("weights", 1 << 20), ("activations", 1 << 20))
     use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), forward=forward)
     other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)))
@@ -149,7 +149,7 @@ def test_memory_of_arms_is_compared_at_one_moment() -> None:
 
 
 def test_lines_show_scaled_magnitudes_by_layer() -> None:
-    """A chart for each role, those layers first that move most; a missing reading leaves a gap."""
+    """One chart per role, with the most variable layers first; a missing reading leaves a gap."""
     head = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
     first = [reading(step, amax, "first", scale=4.0 / amax) for step, amax in ((0, 4.0), (20, 1.0))]
     made = page(*first, *head, reading(10, 0.5, "first", "weight", scale=4.0))
@@ -196,7 +196,7 @@ LINES = (*lines({**GAPS, REPEAT.name: [0.0]}, STEPS), *LOOKS)
 
 
 def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_loss_has_no_perplexity() -> None:
-    """Its moments are not there before the first step, when bytes of all arms are counted."""
+    """Its moments do not exist before the first step, when bytes of all arms are counted."""
     asked = training(steps=STEPS)
     own = replace(asked, request=replace(asked.request, settings=replace(asked.request.settings, make="net.py:make")))
     cost = ArmCost("bf16", 0, 0, kept=(("weights", 4.0 * own.parameters), ("momentum buffer", 4.0 * own.parameters)))

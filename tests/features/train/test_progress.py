@@ -54,8 +54,7 @@ def last_board(screen: Screen) -> str:
 def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sentences appear above the board, which counts alarms of all seeds, and is
-    gone in the end."""
+    """Messages appear above the board, which counts alarms of all seeds and disappears at the end."""
     logged, said, screen = list[str](), list[str](), Screen()
     monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
     log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
@@ -118,7 +117,7 @@ def test_a_row_has_loss_speed_and_health() -> None:
 
 
 def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first slice on, reloaded by a browser, and not too often; any fault is reported once."""
+    """From the first slice on, reloaded by a browser at a limited rate; any fault is reported once."""
     begun, store, file = training(), tmp_path / "store", tmp_path / "live.html"
     told, now, writer = NotedTraining(), [0.0], start_training(begun, store)
     page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))

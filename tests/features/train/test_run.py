@@ -85,7 +85,7 @@ def test_the_last_two_checkpoints_are_kept(trained: Trained) -> None:
 
 
 def test_a_resumed_training_has_the_same_lines(trained: Trained) -> None:
-    """Interrupted anywhere, again and again, also without a new checkpoint in between."""
+    """Interrupted anywhere, repeatedly, also without a new checkpoint in between."""
     whole, _, _ = trained(FakeLab(), small())
     for seed, step in ((0, 0), (0, 6), (1, 17)):
         half, _, _ = trained(FakeLab(strikes("fp8", step, CUT_OFF, seed=seed)), small())
@@ -100,7 +100,7 @@ def test_a_resumed_training_has_the_same_lines(trained: Trained) -> None:
 
 
 def test_every_arms_memory_is_measured_once_before_the_first_step(trained: Trained) -> None:
-    """Without bands; also where the training is cut off in between."""
+    """Without bands; also if the training is interrupted in between."""
     for arm, name, again in (("", "alone", ["alone"] * 2), ("fp8", "advance", [])):
         trained(FakeLab(strikes(arm, 0, CUT_OFF, name=name)), small())
         kept, lab, _ = trained(FakeLab())
@@ -145,7 +145,7 @@ class SizedLab(FakeLab):
 
 
 def test_each_native_arm_has_its_largest_batch_and_its_pace(trained: Trained) -> None:
-    """By running it; the update's time from twice the micro-batches. fp8 is emulated on a CPU."""
+    """A real run gives the batch, doubling the micro-batches the update's time. fp8 is emulated on a CPU."""
     kept, *_ = trained(SizedLab(), small(own_batch=12_500))
     (cost,) = [cost for cost in kept.of(ArmCost) if cost.capacity is not None]
     found = cost.capacity
@@ -202,7 +202,7 @@ def energies(kept: KeptTraining) -> dict[str, EnergyUse]:
 
 
 def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: PoweredLab) -> None:
-    """By a counter whose truth is known; a stopped arm has a reason."""
+    """The counter's truth is known; a stopped arm has a reason."""
     powered.stopped = "mxfp8"
     kept, _, seen = trained(powered, small(energy=True, dtypes=("bf16", "fp8", "mxfp8")))
     for arm, watts, count in (("bf16", 400.0, 3), ("fp8", 300.0, 1)):  # an emulated arm has one: its energy is a cost
@@ -230,7 +230,7 @@ class BusyDevice(Looks):
 
 
 def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """About once a second, for no arm; never on a CPU."""
+    """About once a second, for no particular arm; never on a CPU."""
     opened = []
 
     class Driver(Meters):
@@ -247,7 +247,7 @@ def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pyte
 
 
 def test_arms_that_do_not_fit_together_are_refused_once_they_are_measured(trained: Trained) -> None:
-    """FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step."""
+    """FakeLab's arms store 12,000 bytes each, and need 8,000 more in a step."""
     lab = FakeLab()
     lab.facts = replace(lab.facts, memory_bytes=40_000)
     with pytest.raises(UsageError, match=r"the 3 arms need 43\.0 KiB together, and there are 35\.2 KiB"):
@@ -256,7 +256,7 @@ def test_arms_that_do_not_fit_together_are_refused_once_they_are_measured(traine
 
 
 def test_a_damaged_checkpoint_is_skipped(trained: Trained) -> None:
-    """The one before it is used, or the first step. A stream that lost its end does not reach its last place."""
+    """The previous one is used, or the first step. A truncated stream does not reach its last place."""
     whole, _, _ = trained(FakeLab(), small())
     for damaged in (["0-18"], ["0-12", "0-18"], []):
         half, _, _ = trained(FakeLab(strikes("fp8", 18, CUT_OFF)), small())
@@ -331,7 +331,7 @@ def test_without_its_reference_a_training_ends(trained: Trained, store: Path) ->
 
 @for_each("what", ["append", "keep", "checkpoint"])
 def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """In any write, also the worker's; with room again it can be resumed."""
+    """In any write, also the worker's; with free space it can be resumed."""
     whole, _, _ = trained(FakeLab(), small())
     plain, calls = getattr(TrainingWriter, what), [0]
 

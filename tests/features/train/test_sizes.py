@@ -31,7 +31,7 @@ def sized(model: str, gaps: list[float]) -> KeptTraining:
 
 
 def sizes_of(slope: float, noise: float = 1e-4) -> tuple[Sizes, dict[str, list[float]]]:
-    """Trainings whose gap grows by `slope` with ten times the parameters, with chance in every seed."""
+    """Trainings whose gap grows by `slope` per tenfold parameters, with chance in every seed."""
     chance = random.Random(0)
     gaps = {}
     for model, parameters in MODELS.items():
@@ -54,7 +54,7 @@ def test_a_planted_trend_is_found_as_least_squares_finds_it() -> None:
 
 
 def test_sizes_are_a_table_a_page_and_rows() -> None:
-    """From the smallest model to the largest, each with its verdict, and what the trend does not say."""
+    """From the smallest model to the largest, each with its verdict, and the limits of the trend."""
     sizes, _ = sizes_of(0.002)
     text = " ".join(render(page_of(sizes)).split())
     assert text.index("nano") < text.index("micro") < text.index("gpt2-124m 124")

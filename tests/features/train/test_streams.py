@@ -28,7 +28,7 @@ ALARM = TrainingEvent("fp8", 0, 57, "alarm", "scales fall", "head", "input", (("
 
 
 def write(path: Path, content: Sequence[StreamLine]) -> Path:
-    """Writes lines as `fp8bench.watch` does: every stream is of seed 0."""
+    """Writes lines like `fp8bench.watch`: every stream has seed 0."""
     texts = [json.dumps(plain(replace(line, seed=0))) for line in content]
     path.write_text("\n".join(texts) + "\n")
     return path
@@ -53,7 +53,7 @@ def chart(page: Page, name: str) -> Lines:
 def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A loop that was twice as fast learns as the training does, and is not called sooner."""
+    """A loop twice as fast learns like the training, and is not called sooner."""
     bf16, fp8 = write_seeds(tmp_path, "bf16"), write_seeds(tmp_path, "fp8", seconds=0.005)
     (trained,) = judged(lines(GAPS)).verdicts.arms
     loops = JudgedTraining(loops_of([bf16, fp8]))
@@ -72,7 +72,7 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
 
 
 def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: Path) -> None:
-    """Whatever its file is called: trainings have files called steps.jsonl, too."""
+    """Whatever its file is called: trainings also have files called steps.jsonl."""
     readings = [LayerReading("fp8", 0, step, "head", "input", 2.0**step, 0.0, 0.0, 1.0, 0.0) for step in (0, 10, 20)]
     memory = [
         StepFigure(arm, 0, step, "memory", size + step)
@@ -113,7 +113,7 @@ def test_a_loop_without_tokens_has_steps_a_second(tmp_path: Path) -> None:
 
 
 def test_a_loop_has_a_live_page_and_tells_each_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page reloads itself until the loop ends. What `on_alarm` raises ends the loop."""
+    """The page reloads until the loop ends. An exception from `on_alarm` ends the loop."""
     model, live = nn.Linear(4, 4), tmp_path / "live.html"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[TrainingEvent] = []

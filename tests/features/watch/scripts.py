@@ -68,7 +68,7 @@ for step in range(8):
     print(loss.item(), judged.item())
 """
 
-# The model is divided by the first argument: not at all, or by ddp or fsdp.
+# The first argument selects how the model is split: none, ddp or fsdp.
 RANKS = """
 import sys
 import torch

@@ -21,7 +21,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def run(folder: Path, text: str, *words: str, watch: str | None = None, launcher: tuple[str, ...] = ()) -> Done:
-    """Runs the text as script.py, with `watch` by fp8bench with these options."""
+    """Runs the text as script.py under fp8bench's `watch` with these options."""
     (folder / "script.py").write_text(text)
     watching = [] if watch is None else ["-m", "fp8bench", "watch", *watch.split()]
     command = [sys.executable, *launcher, *watching, "script.py", *words]
@@ -87,7 +87,7 @@ def test_a_signal_ends_the_script_as_ever_and_leaves_a_readable_stream(tmp_path:
 
 @pytest.mark.slow
 def test_each_optimizer_of_a_gan_has_its_stream(tmp_path: Path) -> None:
-    """The generator's loss passes through the critic, and is not the critic's."""
+    """The generator's loss passes through the critic, but is not the critic's."""
     watched = run(tmp_path, scripts.GAN, watch="--stream s.jsonl")
     critic, generator = zip(*[map(float, line.split()) for line in watched.stdout.splitlines()], strict=True)
     assert losses_of(tmp_path / "s.jsonl") == pytest.approx(critic[1:])
@@ -97,7 +97,7 @@ def test_each_optimizer_of_a_gan_has_its_stream(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_are_joined_on_the_first(tmp_path: Path) -> None:
-    """Losses and norms of two ranks, replicated or in shards, are those of one process with the whole batch."""
+    """Losses and norms of two ranks, replicated or sharded, are those of one process with the whole batch."""
     run(tmp_path, scripts.RANKS, "one", watch="--stride 3 --stream one.jsonl")
     names = ("step", "loss", "gradient_norm", "parameter_norm")
     expected = [[row[name] for name in names] for row in lines_of(tmp_path / "one.jsonl", "step")]
@@ -127,7 +127,7 @@ def test_accelerate_and_transformers_with_accumulation(tmp_path: Path) -> None:
     assert norms == pytest.approx([float(norm) for _, norm in logged[1:]], rel=1e-3)
 
 
-# Whatever the script sets before it imports torch has to have an effect.
+# Settings that the script makes before importing torch must have an effect.
 NO_TORCH = """
 import sys
 print(1 + len({"torch", "numpy"} & set(sys.modules)))

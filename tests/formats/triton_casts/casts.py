@@ -35,7 +35,7 @@ def tensor_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
 
 
 def plain_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
-    """Without a scale, under a scale from elsewhere, in which many elements saturate, and bytes that are only moved."""
+    """Without a scale, with an external scale that saturates many elements, and bytes that are only moved."""
 
     def cast(x: Tensor) -> Sequence[Tensor]:
         both = codes_both(x, fmt, torch.full((), 768.0, device=x.device))
@@ -46,7 +46,10 @@ def plain_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
 
 
 def delayed_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
-    """Casts that a history of four, and one of more than a chunk, sees come and go, and what they leave."""
+    """Casts with a history of four, and of more than a chunk, over growing and shrinking magnitudes.
+
+    With their states.
+    """
     delayed = [Delayed(4, margin=2), Delayed(3, Amax.MOST_RECENT, interval=2), Delayed(1500)]
 
     def cast(x: Tensor) -> Sequence[Tensor]:
@@ -123,12 +126,12 @@ FAMILIES = {
 
 
 def every_bf16() -> Tensor:
-    """Every bfloat16, in an order that gives each block its numbers of a like size."""
+    """Every bfloat16, ordered so that each block has numbers of similar size."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).view(256, 256)
 
 
 def matrices(source: torch.dtype) -> Iterator[Tensor]:
-    """Multiples of 16 and not, turned, parts of others, one row, one column, zeros, NaN, infinity, subnormals."""
+    """Multiples of 16 and not, transposed, slices, one row, one column, zeros, NaN, infinity, subnormals."""
     x, numbers = AWKWARD.to(source), every_bf16().to(source)
     finite = numbers.nan_to_num(0.0, 0.0, 0.0)
     yield from (

@@ -1,10 +1,9 @@
-"""Casts by hand in Triton's interpreter, on a processor, held against their definitions: run as a program.
+"""Runs Triton casts in its CPU interpreter and compares them with definitions.
 
-TRITON_INTERPRET must be set before triton is imported, and no process of the tests' own may have it. The interpreter's
-conversions to FP8 are wrong in 3% of codes; torch's stand in for them here, saturating as NVIDIA's instructions do.
-
+A separate program, as TRITON_INTERPRET must be set before importing triton and must not affect test processes. The
+interpreter's FP8 conversions are wrong in 3% of codes, so torch's replace them, saturating like NVIDIA's instructions.
 `python -m tests.formats.triton_casts.interpreted NAME` compares a family of casts over matrices of many sizes and
-strides, prints each that differs, and last how many casts ran by hand.
+strides, prints differences, and finally the number of casts that ran in Triton.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def convert_exactly(values: np.ndarray, source: object, target: object, rounding
 
 
 def patch_tensors(tensor: object, scope: object) -> None:
-    """Lets the interpreter's scalars, which are arrays of one element, be indices with NumPy from 2.4 on, too."""
+    """Lets the interpreter's scalars (one-element arrays) be indices under NumPy 2.4 or later too."""
     _patch_tensors(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
 
@@ -55,10 +54,12 @@ class Interpreted(operators.Kernels):
             return None
         self.fused[0] += 1
         definition = kernel.definition
-        return Compiled(lambda *tensors: launch.run_plans(launch.plan_by_hand(definition, tensors), tensors))
 
-    def keep(self, *launches: object) -> None:
-        """Keeps nothing: the interpreter has no compiled kernels."""
+        def run(*tensors: torch.Tensor) -> None:
+            """Returns nothing to repeat: the interpreter has no compiled kernels."""
+            launch.run_plans(launch.plan_by_hand(definition, tensors), tensors)
+
+        return Compiled(run)
 
 
 FEWER = {"delayed": slice(0, None, 3)}
@@ -66,7 +67,7 @@ FEWER = {"delayed": slice(0, None, 3)}
 
 
 def compare(name: str) -> tuple[int, int]:
-    """Prints what differs; returns how many casts did, and how many ran by hand."""
+    """Prints differences; returns the number of different casts and of casts that ran in Triton."""
     family, casts = FAMILIES[name]
     differences = 0
     for fmt, rounding, source in casts:

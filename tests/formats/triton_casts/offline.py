@@ -1,7 +1,7 @@
-"""Triton's casts compiled for GPUs that are not here, and what their machine code has.
+"""Compiles Triton casts for GPUs that are not present, and reads their machine code.
 
-A plan's arguments tell Triton what a launch would: sizes that are multiples of 16, and pointers that are aligned. The
-assembler and disassembler come with triton.
+A plan's arguments tell Triton what a launch would: sizes that are multiples of 16, and aligned pointers. triton
+includes assembler and disassembler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPERATIONS = re.compile(r"\b((?:LDG|STG|LDL|STL|F2FP|RED|ATOMG?)[A-Z0-9_.]*)")
 
 @dataclass(frozen=True)
 class Code:
-    """What a compiled kernel takes and does: bytes of `stack` are spilt registers."""
+    """Arguments and machine code of a compiled kernel; bytes of `stack` are spilt registers."""
 
     registers: int
     stack: int

@@ -126,7 +126,7 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def one_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tensors without memory have no address, and both ways of a cast read the same matrix."""
+    """Tensors without memory have no address, and both directions of a cast read the same matrix."""
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
@@ -141,7 +141,7 @@ def test_a_cast_moves_whole_vectors_in_few_registers_and_saturates(name: str, ca
     for plan in plan_launches(*CALLS[name](), PROCESSORS):
         code = compile_plan(plan, CALLS[name]()[1], capability)
         assert code.registers <= MOST_REGISTERS and code.stack == 0, (plan.function, code.registers, code.stack)
-        # Elements are all read by 128 bits; what is read by 32 are scales, counts and a history.
+        # Elements are all read by 128 bits; 32-bit reads are scales, counts and a history.
         wide, narrow = code.count("LDG.E.128", "LDG.E.EL.128", "LDG.E.EF.128"), code.count("LDG.E.U", "LDG.E.64")
         assert wide and not narrow, code.operations
         assert not code.count("LDL", "STL") and "ftz" not in code.ptx
@@ -153,7 +153,7 @@ def test_a_cast_moves_whole_vectors_in_few_registers_and_saturates(name: str, ca
 
 
 def arguments_of_kernels() -> dict[str, set[str]]:
-    """Read from the source, because triton may not be there."""
+    """Parses the source, because triton may be missing."""
     tree = ast.parse((Path(triton_casts.__file__).parent / "kernels.py").read_text())
     found = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     return {function.name: {argument.arg for argument in function.args.args} for function in found}

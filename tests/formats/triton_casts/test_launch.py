@@ -31,7 +31,7 @@ class Launcher:
         self.name = metadata.name
 
     def __call__(self, grid: int, high: int, deep: int, stream: int, function: int, *others: Any) -> None:
-        LAUNCHES.append((self.name, grid, stream, others[4:]))
+        LAUNCHES.append((self.name, grid, stream, others[4:]))  # behind two of metadata and two hooks
 
 
 class Utilities:
@@ -114,7 +114,7 @@ def test_a_cast_is_compiled_once_launched_by_triton_and_repeated_with_other_addr
     assert repeated[0] == other.data_ptr() and repeated[2] == found[0].data_ptr()
     cast = LAUNCHES[5][3]
     assert list(cast[:3]) == addresses(other, *found[1:]) and cast[3] == repeated[1]
-    # Counters and constants are those of the launch by Triton.
+    # Counters and constants equal those of Triton's launch.
     assert repeated[4:] == by_triton[4:] and cast[9:] == LAUNCHES[1][3][9:]
 
 
@@ -125,7 +125,7 @@ def test_rows_of_other_tokens_need_no_other_kernel() -> None:
         row_codes(torch.randn(rows, 256).bfloat16(), E4M3, EXACT)
     assert not operators.KERNELS.wanted and [grid for _, grid, *_ in LAUNCHES] == [4, 4, 3, 256]
     row_codes(torch.randn(49, 256).bfloat16(), E4M3, EXACT)
-    assert len(operators.KERNELS.wanted) == 1  # its size is no multiple of 16
+    assert len(operators.KERNELS.wanted) == 1  # its size is not a multiple of 16
 
 
 def test_both_ways_of_rows_share_zeros() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -64,12 +65,25 @@ class Launched(Definition):
         return repeat
 
 
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the project's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fp8bench":
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
 REPEATED: list[list[int]] = []
 
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> operators.Kernels:
-    """Has casts on a processor run as on a GPU with Triton."""
+    """Runs casts on a CPU through the GPU path with Triton."""
     monkeypatch.setattr(native_codes, "use_by_hand", lambda device: True)
     monkeypatch.setattr(native_codes, "find_by_hand", lambda definition, tensors: Launched(definition))
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
@@ -91,12 +105,28 @@ def test_a_cast_is_defined_until_it_is_compiled_then_launched_then_repeated(by_h
     straight, turned = codes_both(x, E4M3, scale)
     addresses = [tensor.data_ptr() for tensor in (x, straight, turned, scale)]
     assert len(REPEATED) == 1 and REPEATED[0] == addresses and by_hand.fused[0] == 2
+    layouts = [
+        [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in pair] for pair in (launched, (straight, turned))
+    ]
+    assert layouts[0] == layouts[1]
     codes_both(x, E4M3, torch.ones(()))
     assert len(REPEATED) == 2
     codes_both(x.t(), E4M3, scale)
     codes_both(x[:16], E4M3, scale)
     codes_both(x.half(), E4M3, scale)
     assert len(REPEATED) == 2 and by_hand.fused[0] == 5 and by_hand.eager == 2
+
+
+def test_a_repeated_cast_is_an_operator_to_a_dispatch_mode(by_hand: operators.Kernels) -> None:
+    """Modes count operators, and see no launch of Triton's."""
+    x, scale = torch.randn(32, 48).bfloat16(), torch.tensor(2.0)
+    codes_both(x, E4M3, scale)
+    by_hand.compile(*by_hand.wanted)
+    for _ in range(2):
+        codes_both(x, E4M3, scale)
+    with Operators() as operators_called:
+        codes_both(x, E4M3, scale)
+    assert operators_called.names == ["codes"] and len(REPEATED) == 1
 
 
 def test_only_what_is_aligned_and_no_copy_is_repeated(by_hand: operators.Kernels) -> None:
@@ -107,9 +137,7 @@ def test_only_what_is_aligned_and_no_copy_is_repeated(by_hand: operators.Kernels
         codes_both(memory[:-1].view(32, 48), E4M3, scale)
         codes_both(memory[1:].view(32, 48), E4M3, scale)
         codes_both(memory[:-1].view(32, 48)[:, ::3], E4M3, scale)
-    assert (
-        len({addresses[0] for addresses in REPEATED}) == 2
-    )  # the second is refused, and copied to where it is aligned
+    assert len({addresses[0] for addresses in REPEATED}) == 2  # the second is misaligned, so it is copied
     assert by_hand.fused[0] + by_hand.eager == 7
 
 
@@ -117,7 +145,7 @@ MODES = ["fp8", "fp8:scale=pow2", "fp8-delayed:history=3", "fp8-rowwise", "fp8-b
 
 
 def operands(mode: str, calls: Sequence[Tensor]) -> list[Tensor]:
-    """All that casts of a precision give, in one orientation and in both."""
+    """All casts of a precision, in one orientation and in both."""
     arithmetic = precisions.get(mode).arithmetic(H200).layer("one")
     found = []
     for x in calls:
@@ -142,21 +170,13 @@ def test_recipes_have_the_same_operands_by_hand(mode: str, monkeypatch: pytest.M
 
 
 def test_a_cast_with_a_tensors_scale_is_one_operator(by_hand: operators.Kernels) -> None:
-    names = []
-
-    class Operators(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     x = torch.randn(256, 384).bfloat16()
-    with Operators():
+    with Operators() as called:
         for mode in ("fp8", "fp8-delayed"):
             precisions.get(mode).arithmetic(H200).layer("one").cast_both(x, Role.INPUT)
         square_codes(x, E4M3, EXACT, both=True)
         row_codes_both(x, E4M3, EXACT, 128)
-    ours = [name.split(".")[1] for name in names if name.startswith("fp8bench")]
-    assert ours == ["current_codes", "delayed_codes", "square_codes", "row_codes_both"]
+    assert called.names == ["current_codes", "delayed_codes", "square_codes", "row_codes_both"]
 
 
 def test_who_makes_casts_is_chosen_by_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +202,7 @@ def test_after_a_failure_of_triton_torch_compiles_the_casts(monkeypatch: pytest.
 
 
 def test_a_run_records_who_makes_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs on a GPU do not compare where one of them lacks triton."""
+    """Two runs on a GPU do not compare if one of them lacks triton."""
     from fp8bench.worker.torch_state import torch_build
 
     assert "casts" not in torch_build(), "this machine has no GPU"

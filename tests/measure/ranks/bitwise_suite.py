@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ class BitwiseRanks(Workload):
         sources = [rank_values(0, one, 1 << 12) for one in range(size)]
         different = torch.zeros(2)
         for collective in COLLECTIVES:
-            kinds = [(way, scaling) for way in WAYS for scaling in SCALINGS] if collective in REDUCING else [("", "")]
+            kinds = [*itertools.product(WAYS, SCALINGS)] if collective in REDUCING else [("", "")]
             for way, scaling in kinds:
                 real = InFP8(collective, way, scaling)
                 for _ in range(3):

@@ -34,7 +34,7 @@ def send_too_much(state: dict[str, Any]) -> None:
 
 
 def leave_somebody() -> None:
-    """A process in a session of its own, which is not in the group of the rank."""
+    """Starts a process in a separate session, outside the rank's process group."""
     subprocess.Popen(LEFT, start_new_session=True)
 
 

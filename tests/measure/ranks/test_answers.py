@@ -1,4 +1,4 @@
-"""What several ranks answered, as one answer, and who is named when ranks fail, by values."""
+"""Merging ranks' answers into one, and naming the rank at fault, by values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_step_is_over_when_its_slowest_rank_is() -> None:
     assert merge_answers("slot", [slot((1, 1)), slot((1, 1))]).memory_retries is None
     slots = [replace(slot((1, 1)), memory_retries=count) for count in (0, 2, 1)]
     assert merge_answers("slot", slots).memory_retries == 3
-    # Phases of different ranks would not add up to anybody's step.
+    # Phases of different ranks would not add up to any step.
     other = RawSlot((RawStep((REST, COMM, REST), (1, 50, 1)),), 1.0, 1.0, 0.0)
     assert merge_answers("slot", [slot((10, 20)), other]).steps == other.steps
 
@@ -56,7 +56,7 @@ def test_numbers_must_agree_and_builds() -> None:
         merge_answers("software", [{"torch": "2", "cudnn": 91002}, {"torch": "2"}])
 
 
-def test_other_answers() -> None:
+def test_other_answers_are_merged_by_kind() -> None:
     cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
     assert merge_answers("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
     most = MemoryUse(9, ranks=(RankMemory(0, 5, (("weights", 5),)), RankMemory(1, 9)))
@@ -87,25 +87,25 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
 @for_each(
     ("states", "guilty"),
     [
-        # Rank 0 complains of a collective that rank 1 never came to.
+        # Rank 0 complains about a collective that rank 1 never reached.
         ([state(0, 12, phase="communication", answered=True, fault=TIMED_OUT), state(1, 11)], 1),
         # One raised, and the other waits for it.
         ([state(0, 12, phase="communication"), state(1, 11, answered=True, fault=("ValueError: boom", ""))], 1),
-        # One ended of itself, and the launcher ended the other.
+        # One exited by itself, and the launcher ended the other.
         ([state(0, 10, ended="was ended by SIGTERM", status=-15), state(1, 12, ended="exited", status=7)], 1),
-        # It ended well, which the launcher does not tell; the other was told that its peer had gone.
+        # It exited with 0, which the launcher does not report; the other rank learned that its peer had gone.
         ([state(0, 12, answered=True, fault=("RuntimeError: closed by peer", "")), state(1, 11, ended="ended")], 1),
-        # NCCL's watchdog aborts whoever waits for a rank that hangs.
+        # NCCL's watchdog aborts ranks that wait for a hanging rank.
         ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 11)], 1),
-        # Nobody is behind: whoever was aborted.
+        # No rank is behind: the aborted one is named.
         ([state(0, 12, answered=True, fault=("RuntimeError: reset", "")), state(1, 12, ended="SIGABRT", status=-6)], 1),
-        # One raised after the step that both have taken, and the other has answered well.
+        # One raised after a step that both completed, and the other answered normally.
         ([state(0, 29, 1.0, answered=True), state(1, 29, 2.0, answered=True, fault=LEFT)], 1),
-        # One raised what nobody else makes it raise, upon which its neighbour lost the connection, a moment before.
+        # One raised by itself, and then its neighbour lost the connection, a moment earlier.
         ([state(0, 21, 1.0, answered=True, fault=CLOSED), state(1, 21, 2.0, answered=True, fault=GONE)], 1),
-        # So did the last stage of a pipeline, whose steps have more phases than those of the one that waits for it.
+        # The same for a pipeline's last stage, whose steps have more phases than those of the waiting stage.
         ([state(0, 21), state(1, 40, answered=True, fault=("ValueError: boom", ""))], 1),
-        # Of several that ended of themselves the first, which is how they are given.
+        # The first of several that exited by themselves; they are given in that order.
         ([state(2, 9, ended="exited", status=3), state(1, 8, ended="exited", status=4), state(0, 9)], 2),
     ],
 )
@@ -116,8 +116,8 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
 @for_each(
     ("states", "named"),
     [
-        # Both have come equally far. Whoever complains may be the one that the other waited for: it was stopped, say,
-        # and goes on, by when its own time to wait is over.
+        # Both are equally far. The complaining rank may be the delayed one: it was stopped, for example, and continued
+        # after its timeout.
         ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0)], "0 and 1"),
         ([state(0, 11, 2.0), state(1, 11, 1.0)], "0 and 1"),
         ([state(0, 11, 2.0), state(1, 11, 1.0), state(2, 12, answered=True, fault=TIMED_OUT)], "0 and 1"),
@@ -125,7 +125,7 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
         ([state(0, 11, answered=True), state(1, 11), state(2, 11)], "1 and 2"),
     ],
 )
-def test_nobody_can_tell(states: list[RankState], named: str) -> None:
+def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> None:
     said = failure_in_words(states, 10.0)
     assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
     assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
@@ -161,7 +161,7 @@ REFUSAL = ("fault", "ValueError", "no such size", "trace", True)
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksProcess:
-    """No process at all: its ranks' replies are planted."""
+    """A launcher without processes, with planted replies of ranks."""
     process = RanksProcess.__new__(RanksProcess)
     for name, stand_in in (("kill", lambda: None), ("_statuses", dict)):
         monkeypatch.setattr(process, name, stand_in)
@@ -176,7 +176,6 @@ def receive(ranks: RanksProcess, *replies: tuple[int, tuple[Any, ...]]) -> Any:
 
 
 def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:
-    """What they disagree about is a fault of that request alone."""
     assert receive(ranks, (7, ("ok", 1.5)), (7, ("ok", 2.5))) == (7, ("ok", 2.5))
     ranks._request = "error"
     said = "rmse is 1.0 on rank 0 and 2.0 on rank 1"
@@ -186,7 +185,6 @@ def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:
 
 @for_each("refused", [True, False])
 def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksProcess) -> None:
-    """The ranks go on: they still keep step. It is a refusal only if all refused."""
     answer = ("fault", "ValueError", "no such size (on all 2 ranks)", "trace", refused)
     assert receive(ranks, (7, REFUSAL), (7, ("fault", "ValueError", "x", "", refused))) == (7, answer)
     assert not ranks.broken
@@ -201,6 +199,5 @@ def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksPro
     ],
 )
 def test_ranks_that_answer_differently_are_out_of_step(replies: Replies, ranks: RanksProcess) -> None:
-    """One fault among answers, two kinds of faults, answers to different requests: nothing more can be asked."""
     number, (word, words, *_, refused) = receive(ranks, *replies)
     assert (number, word, refused, ranks.broken) == (7, "fault", False, True) and "of 2" in words

@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 def sockets_of_test() -> set[str]:
-    """The sockets of processes that this test has started, as /proc names them."""
+    """The sockets of processes that this test started, from /proc."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -48,9 +48,9 @@ def sockets_of_test() -> set[str]:
 
 
 def new_ports(known: set[str]) -> dict[int, str]:
-    """The ports that they began to listen on, and the address of each in hexadecimal digits.
+    """New listening ports and their addresses in hexadecimal.
 
-    Sockets that listen become `known`: only a new one is worth a look at all processes.
+    Listening sockets are added to `known`, as only new ones justify a scan of all processes.
     """
     listening = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -71,8 +71,10 @@ def is_loopback(address: str) -> bool:
 def run_watched(
     name: str, store: Path, meet: Callable[[int], object] = lambda port: None, pause: float = 0.02
 ) -> tuple[int, str, dict[int, str]]:
-    """A command that measures with ranks, where each new port is met as soon as it is there; its exit code, what it
-    said, and the addresses of its ports."""
+    """Runs a command with ranks and checks each new port at once.
+
+    Returns its exit code, output, and the addresses of its ports.
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
     said: list[str] = []
     seen: dict[int, str] = {}
@@ -99,7 +101,7 @@ def run_watched(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)  # beside other work
+@pytest.mark.timeout(600)  # while other work runs
 @pytest.mark.parametrize("name", ["parallel", "train"])
 def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
     code, said, seen = run_watched(name, tmp_path)
@@ -119,7 +121,7 @@ class Touch:
 
 
 def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
-    """Everything that a stranger may say: nothing, junk, pickles, gloo's greeting with numbers of pairs."""
+    """Sends what a stranger may send: nothing, junk, pickles, gloo's greeting with numbers of pairs."""
     code = pickle.dumps(Touch(file))
     greetings = [struct.pack("<q", number) + code for number in range(4)]
     for words in (b"", b"\x00", os.urandom(4096), code, *greetings):
@@ -131,7 +133,7 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # beside other work
+@pytest.mark.timeout(600)  # while other work runs
 @pytest.mark.parametrize("name", sampled(["collective"], ["suite", "collective"]))
 def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
     kept: list[socket.socket] = []
@@ -145,12 +147,12 @@ def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(
 
 
 def greet_as_another_user(ports_told: int) -> int:
-    """A process of a user who is nobody here, which greets as gloo's pairs do at each port that it is told."""
+    """A process of an unprivileged user that sends the greeting of gloo's pairs to each given port."""
     child = os.fork()
     if child:
         return child
     try:
-        "a".encode("idna")  # of what lies where nobody else may read
+        "a".encode("idna")  # files that no other user may read
         os.setuid(65534)
         kept = []
         while told := os.read(ports_told, 4):
@@ -163,7 +165,7 @@ def greet_as_another_user(ports_told: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # beside other work
+@pytest.mark.timeout(600)  # while other work runs
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
     reads, writes = os.pipe()
@@ -193,7 +195,7 @@ class Attribute:
 
 
 def named(module: str, name: str) -> bytes:
-    """A pickle of what has that name in a module."""
+    """A pickle that refers to this name in a module."""
     words = b"".join(b"\x8c" + bytes([len(one)]) + one.encode() for one in (module, name))
     return b"\x80\x04" + words + b"\x93."
 

@@ -28,7 +28,7 @@ from tests.facts import CPU
 from tests.own_suites import forgotten
 
 SUITE = str(Path(__file__).with_name("failing_suite.py"))
-# A fault, and what its record says of rank, phase and reason.
+# A fault, and the rank, phase and reason that its record names.
 REASONS = {
     "exit": "rank 1 of 2, in phase gemm of 'slot', exited with status 7",
     "SIGKILL": "rank 1 of 2, in phase gemm of 'slot', was ended by SIGKILL",
@@ -37,18 +37,18 @@ REASONS = {
     "SIGSEGV": "rank 1 of 2, in phase gemm of 'slot', was ended by SIGSEGV: Fatal Python error: Segmentation fault",
     "hang": "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat",
     "clean-exit": "rank 1 of 2, in phase gemm of 'slot', ended without an error, before it had answered",
-    # Which of two sizes is the wrong one nobody can tell: gloo ends the rank that was sent too much.
+    # Which of two sizes is wrong is unknown: gloo ends the rank that received too much.
     "size": "in phase communication of 'slot', was ended by SIGABRT: what():",
-    # The one that is behind is named: on a loaded machine rank 0 may be.
+    # The rank that is behind is named: on a loaded machine it may be rank 0.
     "launcher": "the launcher of the ranks was ended by SIGKILL",
 }
-# Whose fault these are nobody can tell.
+# Faults that cannot be attributed to a rank.
 _ANY_RANK = ("size", "launcher")
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files lie in a test, `tmp_path` apart; a short name, as sockets need."""
+    """The folder of temporary files in a test, separate from `tmp_path`; a short name, as sockets need."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, monkeypatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", None)
@@ -56,7 +56,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def left_behind() -> list[str]:
-    """Processes of ranks, of launchers, or left by ranks, other than those that this process has started before."""
+    """Processes of ranks and launchers, or left by ranks, without those that this process started earlier."""
     left = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -80,12 +80,12 @@ def _environment(folder: Path) -> str:
 
 
 def left_in(folder: Path) -> list[Path]:
-    """What ranks and their launcher need no more."""
+    """Files that ranks and their launcher no longer need."""
     return list(folder.glob("fp8bench-*"))
 
 
 def gone() -> bool:
-    """Whether nobody is left, once those that were ended have had a core to end on."""
+    """Waits until all ended processes are gone, which needs a free core; returns whether they are."""
     end = time.monotonic() + 120
     while left_behind() and time.monotonic() < end:
         time.sleep(0.02)
@@ -98,10 +98,6 @@ def cpu_of(worker: RanksWorker) -> DeviceFacts:
 
 @pytest.mark.slow
 def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One answer of two processes, whose settings are explicit; after a fault in one of them nobody is left.
-
-    However long the name of the folder for what is temporary: a socket's may have 107 letters.
-    """
     (tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
     with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 120.0) as worker:
@@ -122,7 +118,7 @@ def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: 
 
 
 def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """A run of a case for each of some faults. How long ranks wait is also how late a healthy one may come."""
+    """A run with a case per fault. The ranks' timeout is also the longest delay of a healthy rank."""
     monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 20.0)
     monkeypatch.setattr(ranks_process, "_GRACE_SECONDS", 0.5)
     axes = (("fault", tuple(faults)),)
@@ -133,7 +129,9 @@ def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("fault", REASONS)
-def test_a_fault_leaves_nobody(fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_leaves_no_process(
+    fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (record,) = measured([fault], tmp_path, monkeypatch)
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason
     assert (where := record.failed_rank) is not None and (where.ranks, where.request) == (2, "slot")
@@ -144,7 +142,7 @@ def test_a_fault_leaves_nobody(fault: str, temporary: Path, tmp_path: Path, monk
     assert gone() and not left_in(temporary), (left_behind(), left_in(temporary))
 
 
-# A run of its own, to be killed while rank 1 does not go on.
+# A separate run that is killed while rank 1 hangs.
 RUN = """
 import sys
 from pathlib import Path
@@ -173,7 +171,7 @@ def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(temporary: Pa
     assert not left_in(temporary)
 
 
-# Imported as Python starts: rank 1 is struck, once, where it comes to import a module.
+# Imported at Python's start: makes rank 1 fail once, when it imports a certain module.
 STRUCK = """
 import os, signal, sys
 from pathlib import Path
@@ -188,7 +186,7 @@ class Strikes:
 if os.environ.get("RANK") == "1":
     sys.meta_path.insert(0, Strikes())
 """
-# What ranks import before they have been heard of, and while they open: the request that is named for it.
+# Modules imported before ranks report and while they open, with the request that is named.
 BEGINNINGS = {"fp8bench.worker.ranks.main": "start", "torch": "open"}
 
 
@@ -199,8 +197,6 @@ def strike(folder: Path, modules: Sequence[str], end: str, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_each_fault(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fresh ranks: after a rank that dies before it has been heard of, and one that dies while it opens; and of two
-    sums that differ nobody can tell which is wrong."""
     strike(tmp_path, list(BEGINNINGS), "SIGKILL", monkeypatch)
     started, opened, ended, sums, whole = measured(
         ["hang", "raise", "SIGSEGV", "sums", "none"], tmp_path / "store", monkeypatch
@@ -212,7 +208,7 @@ def test_a_run_goes_on_after_each_fault(temporary: Path, tmp_path: Path, monkeyp
     ):
         assert record.status is Status.FAILED and reason in record.reason, record.reason
         assert (where := record.failed_rank) is not None and (where.rank, where.ranks, where.request) == (1, 2, request)
-        assert 0 <= where.silent_seconds < 600  # of one that left no sign of life, since it was started
+        assert 0 <= where.silent_seconds < 600  # since its start, if it never reported
     assert sums.status is Status.FAILED and sums.failed_rank is None
     assert "the ranks disagree: sum is 0.0 on rank 0 and 1.0 on rank 1" in sums.reason
     assert whole.status is Status.OK
@@ -232,7 +228,7 @@ sys.meta_path.insert(0, Without())
 
 
 @pytest.mark.slow
-def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_torch_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
     monkeypatch.syspath_prepend(tmp_path)
     lacks = f"ModuleNotFoundError: No module named 'torch' for {sys.executable}. Install torch there, or run"

@@ -1,4 +1,4 @@
-"""NVML for every test that asks for it: the library of nvml/, with one healthy device until the test says otherwise."""
+"""NVML for tests that request it: the library in nvml/ with one healthy device by default."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
 
 @pytest.fixture
 def nvml(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
-    """pynvml talks to that library, also where another test has loaded a real one; no thread is left behind."""
+    """Makes pynvml use that library even if another test loaded a real one; asserts that no thread remains."""
     import pynvml
 
     before = set(threading.enumerate())
@@ -40,7 +40,7 @@ def nvml(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
 
 @pytest.fixture
 def library() -> Library:
-    """NVML as a process begins with it."""
+    """NVML in the state of a new process."""
     return Library()
 
 
@@ -54,7 +54,7 @@ def device(nvml: Simulation, library: Library) -> Iterator[NvmlDevice]:
 
 @pytest.fixture
 def clock(nvml: Simulation) -> VirtualClock:
-    """A clock that only samplers move."""
+    """A clock that only samplers advance."""
     return VirtualClock(nvml.state)
 
 
@@ -74,7 +74,7 @@ def opened(nvml: Simulation, library: Library, clock: VirtualClock) -> Iterator[
 
 @pytest.fixture(scope="session")
 def old_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that lacks what older drivers lack."""
+    """A library without functions that older drivers lack."""
     if why_not():
         pytest.skip(why_not())
     return build(tmp_path_factory.mktemp("old"), "-DOLD_DRIVER")

@@ -1,4 +1,4 @@
-"""What a device is set to, by the real pynvml over the library of nvml/."""
+"""A device's settings, by the real pynvml and the library in nvml/."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_worse_source_says_why_there_is_no_better_one(nvml: Simulation) -> Non
 
 
 def test_what_the_driver_lists_though_torch_sees_none_of_it(nvml: Simulation, library: Library) -> None:
-    """A wheel of torch for processors on a machine with GPUs is a frequent mistake."""
+    """A CPU wheel of torch on a machine with GPUs is a frequent mistake."""
     nvml.add("Second GPU", 2)
     assert driver_state(library) == "driver 570.00.1, 2 device(s)"
     nvml.fail("nvmlSystemGetDriverVersion", 15)

@@ -28,7 +28,7 @@ Opened = Callable[[], Meter]
 
 
 def run(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tuple[Energy | Unavailable, float, float]:
-    """The energy of a window of so many seconds, or of one that has enough; and when it began and ended."""
+    """The energy of a window, `seconds` long or as long as needed, with start and end."""
     with meter.window() as window:
         start = clock.now()
         clock.wait(lambda: window.has_failed or (clock.now() >= start + seconds if seconds else window.enough))
@@ -37,7 +37,7 @@ def run(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tupl
 
 
 def measured(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tuple[Energy, float, float]:
-    """The same where there has to be a number."""
+    """The same, asserting that there is a number."""
     energy, start, end = run(meter, clock, seconds)
     assert isinstance(energy, Energy), energy
     return energy, start, end
@@ -70,7 +70,7 @@ def test_constant_power_within_one_per_cent(
 
 
 @pytest.mark.parametrize("curve", [SQUARE, SINE])
-def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
+def test_a_swinging_power_is_averaged(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
     device = nvml.state.device[0]
     device.curve, device.low, device.high, device.hertz = curve, 150.0, 300.0, 3.0
     meter, chance = opened(), random.Random(curve)
@@ -78,7 +78,7 @@ def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock,
         nvml.state.now_ns += chance.randrange(10**9)
         energy, start, end = measured(meter, clock, 3.0)
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.03)
-        # Where the ticks were nobody says; they were somewhere, whole periods apart and within the window.
+        # The offset of the ticks is unknown: they are whole periods apart, within the window.
         first = (int(start * 10) + 1) / 10
         truth = nvml.joules(first, first + round(energy.stretch.seconds, 1))
         assert energy.stretch.joules == pytest.approx(truth, rel=1e-4)
@@ -168,7 +168,7 @@ def test_without_a_counter_power_is_integrated(nvml: Simulation, opened: Opened,
     assert end - start < 3.0
 
 
-def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+def test_a_device_without_a_source_has_a_reason(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     for function in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetFieldValues"):
         nvml.fail(function, 4)
     meter = opened()
@@ -181,8 +181,10 @@ def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock)
 
 
 def test_a_window_with_a_hole_is_none(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """Eleven ticks or not: the counter goes back, as of a driver that was reloaded, or fails in the middle. The next
-    window counts again, until the device vanishes."""
+    """For any number of ticks: the counter goes back after a driver reload, or fails half-way.
+
+    The next window is valid, until the device vanishes.
+    """
     meter, device = opened(), nvml.state.device[0]
     device.drop_at_ns, device.drop_mj = nvml.state.now_ns + 700_000_000, 900_000
     energy, start, end = run(meter, clock)
@@ -235,7 +237,7 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=1.2)
     with meter.window(cap=0.1) as window:
         while not window.enough:
-            time.sleep(0.001)  # the thread that asks the counter needs the interpreter, too
+            time.sleep(0.001)  # the polling thread needs the interpreter lock too
     assert reason(window.energy) == "the energy source gave no answer for 0.4 s"
     with meter.window() as window:
         assert window.enough
@@ -246,7 +248,7 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     left_behind()
 
 
-def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+def test_reading_counters_stays_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
     looks = [nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]]
@@ -258,14 +260,14 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 
 
 @pytest.mark.slow
-def test_in_real_time(nvml: Simulation) -> None:
+def test_windows_in_real_time_have_the_true_energy(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 10_000_000
     with nvml_meter(DeviceIdentity(uuid_of(1)), library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:
             sum(range(1000))
     energy = window.energy
     assert isinstance(energy, Energy) and energy.stretch.uncertainty is not None
-    # How the clock of the host and the counter's steps lie to each other is the machine's affair.
+    # The offset between the host's clock and the counter's steps is arbitrary.
     assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
 
 

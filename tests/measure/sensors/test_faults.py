@@ -19,9 +19,9 @@ from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
 
 CODES = (*range(1, 25), 999)
-# Not supported, and what no list has.
+# Not supported, and an error code in no list.
 SAMPLE = (3, 999)
-# All that the samplers call, in a run on a MIG instance that has its GPU for itself.
+# All calls of the samplers in a run on a MIG instance that has its GPU alone.
 FUNCTIONS = (
     "nvmlInitWithFlags", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion",
     "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID",
@@ -35,25 +35,25 @@ FUNCTIONS = (
     "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons",
     "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetViolationStatus", "nvmlDeviceGetComputeRunningProcesses_v3",
 )  # fmt: skip
-# Called only where another one fails: theirs is a second fault.
+# Called only after another failure: a fault there is a second fault.
 ELSE = {
     "nvmlDeviceGetPowerUsage": "nvmlDeviceGetFieldValues",
     "nvmlDeviceGetTemperature": "nvmlDeviceGetTemperatureV",
     "nvmlDeviceGetCurrentClocksThrottleReasons": "nvmlDeviceGetCurrentClocksEventReasons",
 }
-# What nobody would notice: the last call of all, and that there is no second instance, which is true.
+# Faults without effect: in the last call, and an answer that there is no second instance, which is true.
 UNNOTICED = {*(("nvmlShutdown", code) for code in CODES), ("nvmlDeviceGetMigDeviceHandleByIndex", 6)}
 
 
 def prepared(nvml: Simulation) -> None:
-    """A counter of 7 ms, so that windows are short, and one MIG instance."""
+    """A counter with 7 ms ticks, for short windows, and one MIG instance."""
     device = nvml.reset()
     device.period_ns, device.sensor_ns = 7_000_000, 7_000_000
     nvml.split(device, 1)
 
 
 def run(nvml: Simulation) -> dict[str, Read | Energy]:
-    """All that a run of two windows asks for, under its names."""
+    """All results of a run of two windows, by name."""
     clock = VirtualClock(nvml.state)
     instance = nvml.state.device[0].instance[0].uuid.decode()
     said: dict[str, Read | Energy] = {}
@@ -77,7 +77,7 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
 
 
 def plain(said: Read | Energy) -> object:
-    """What has to be the same in two runs: times and joules differ with the instants."""
+    """The fields that must agree between two runs: times and joules vary."""
     if isinstance(said, Energy):
         return (said.source, round(said.watts))
     return (said.value, said.source) if isinstance(said, Reading) else said.reason
@@ -92,7 +92,7 @@ def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
 
 @pytest.mark.parametrize("codes", [SAMPLE, pytest.param(CODES, marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int, ...]) -> None:
+def test_each_failing_function_gives_a_reason(nvml: Simulation, function: str, codes: tuple[int, ...]) -> None:
     healthy = {name: plain(said) for name, said in faulty(nvml, function).items()}
     calls = nvml.calls()[function]
     assert calls and "energy 2" in healthy
@@ -107,7 +107,7 @@ def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int
 
 
 def test_a_driver_is_not_accused_of_a_stop_of_our_own_process() -> None:
-    """Then the time is up as soon as it goes on, before the call's thread has had a core."""
+    """Its time limit expires on continuing, before the calling thread has had a core."""
     waits: list[float | None] = []
 
     class Thread(threading.Thread):
@@ -121,7 +121,7 @@ def test_a_driver_is_not_accused_of_a_stop_of_our_own_process() -> None:
 
 
 def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> dict[str, Read | Energy]:
-    """What a run says where a function fails from one of its calls on."""
+    """A run in which a function fails from one of its calls on."""
     prepared(nvml)
     if function in ELSE:
         nvml.fail(ELSE[function], 3)
@@ -130,7 +130,7 @@ def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> di
 
 
 def sound(name: str, said: Read | Energy, healthy: dict[str, object]) -> None:
-    """Holds a value to what it was without the fault, or to the truth; a reason to being one."""
+    """Asserts that a value equals the one without the fault, or the truth, or is a reason."""
     if isinstance(said, Unavailable):
         assert len(said.reason) > 10, (name, said)
     elif isinstance(said, Energy):

@@ -21,7 +21,7 @@ from tests.counts import for_each
 
 
 def ticks(count: int, late: float = 0.002, watts: float = 300.0) -> list[Tick]:
-    """A change every 100 ms, seen at most so late."""
+    """A change every 100 ms, read at most `late` seconds later."""
     return [Tick(0.1 * number - late, 0.1 * number, watts * 0.1 * number) for number in range(count)]
 
 
@@ -46,7 +46,7 @@ def test_too_few_ticks_are_no_number(count: int) -> None:
 @given(st.floats(0.001, 0.05), st.floats(0.001, 0.05), st.floats(0, 1), st.floats(0, 1), st.integers(INTERVALS + 1, 30))
 def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b: float, count: int) -> None:
     seen = ticks(count)
-    # Such ends are not passed over: there are no others as good.
+    # These ends are used, as none are better.
     seen = [Tick(tick.seen - max(first, last), tick.seen, tick.joules) for tick in seen]
     truth = [seen[0].after + a * seen[0].late, seen[-1].after + b * seen[-1].late]
     stretch = slope(seen)
@@ -68,7 +68,7 @@ def test_a_window_is_resolved_when_its_ends_are_sharp_enough(count: int, late: f
     assert is_resolved(ticks(count, late)) is sharp
 
 
-def test_the_rhythm() -> None:
+def test_ticks_have_a_period_a_spread_and_a_longest_gap() -> None:
     pace = rhythm([Tick(at, at, 0) for at in (0.0, 0.1, 0.2, 0.33, 0.4, 0.5)])
     assert [pace.period, pace.spread, pace.longest] == pytest.approx([0.1, 0.03, 0.13])
 
@@ -91,7 +91,7 @@ def test_the_mean_is_by_time() -> None:
         (readings([300.0] * 50, pause=0.01), "50 reading.* over 0.49 s"),
     ],
 )
-def test_too_little_is_no_number(seen: list[PowerSample], why: str) -> None:
+def test_short_windows_give_no_number(seen: list[PowerSample], why: str) -> None:
     assert not sufficient(seen)
     with pytest.raises(NoReading, match=f"^not measurable: {why}"):
         mean_power(seen)

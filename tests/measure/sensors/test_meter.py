@@ -44,7 +44,7 @@ def test_a_gpu_that_nobody_knows_has_reasons(nvml: Simulation) -> None:
         reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
         assert {*reads, *device.changing().values(), device.process_memory(), meter.idle()} == {why}
     inits = nvml.state.inits
-    with meter_for(AMD, {}) as meter:  # NVML may be there, for another device
+    with meter_for(AMD, {}) as meter:  # NVML may exist for another device
         assert meter.kind is SourceKind.NONE and "AMD devices" in meter.why
     assert nvml.state.inits == inits
 
@@ -59,7 +59,9 @@ def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.Mon
         assert meter.idle() == Unavailable(meter.why)
 
 
-def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rapl_counters_become_energy(
+    tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = zone(tmp_path, "intel-rapl:0", "package-0", limit=80_000_000 - 1)
     zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
 
@@ -88,7 +90,6 @@ def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -
 def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml: Simulation, clock: VirtualClock, library: Library
 ) -> None:
-    """What the counter shows is everybody's; the one that has the GPU for itself has it."""
     device = nvml.state.device[0]
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()
@@ -116,7 +117,7 @@ MEBIBYTE = 2**20
 
 
 def held() -> tuple[set[threading.Thread], int, int]:
-    """Threads, the number of open files, and resident bytes of this process."""
+    """Threads, open files, and resident bytes of this process."""
     gc.collect()
     files = Path("/proc/self/fd")
     if not files.is_dir():
@@ -128,7 +129,9 @@ def held() -> tuple[set[threading.Thread], int, int]:
 
 @pytest.mark.slow
 @counts(1000, 10_000)
-def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock) -> None:
+def test_many_windows_leak_neither_threads_files_nor_memory(
+    count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock
+) -> None:
     nvml.state.device[0].period_ns = 7_000_000
     meter = opened()
     threads, files, _ = held()

@@ -1,4 +1,4 @@
-"""What NVML says of a device, through the real pynvml: in our units, each value by itself."""
+"""Readings of a device through the real pynvml: unit conversion and single failures."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def values(readings: object) -> dict[str, object]:
-    """Values with their units; reasons as they are."""
+    """Values with units; reasons unchanged."""
     assert isinstance(readings, dict)
     return {
         name: (read.value, read.unit) if isinstance(read, Reading) else read.reason for name, read in readings.items()
     }
 
 
-def test_facts(device: NvmlDevice) -> None:
+def test_a_device_states_its_facts(device: NvmlDevice) -> None:
     assert values(device.facts()) == {
         "driver": ("570.00.1", ""),
         "cuda_driver": ("12.8", ""),
@@ -44,7 +44,7 @@ def test_facts(device: NvmlDevice) -> None:
     }
 
 
-def test_state(nvml: Simulation, device: NvmlDevice) -> None:
+def test_a_device_states_its_readings(nvml: Simulation, device: NvmlDevice) -> None:
     nvml.state.device[0].reasons = 0x44
     assert values(device.state()) == {
         "power": (300.0, "W"),
@@ -71,7 +71,7 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     }
 
 
-def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:
+def test_a_lost_device_gives_a_reason(nvml: Simulation, device: NvmlDevice) -> None:
     nvml.state.device[0].lost_at_ns = 0
     facts = device.facts()
     assert isinstance(facts.pop("driver"), Reading) and isinstance(facts.pop("cuda_driver"), Reading)
@@ -91,7 +91,7 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
     assert nvml.state.inits == nvml.state.shutdowns == 2
 
 
-def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
+def test_memory_of_processes_is_read(nvml: Simulation, device: NvmlDevice) -> None:
     gpu = nvml.state.device[0]
     gpu.processes, gpu.pid[1], gpu.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert device.process_memory() == Reading(2 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
@@ -107,7 +107,7 @@ def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
     assert isinstance(read, Unavailable) and "not among the 0" in read.reason
 
 
-def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
+def test_other_processes_on_the_device_are_found(nvml: Simulation, device: NvmlDevice) -> None:
     gpu = nvml.state.device[0]
     gpu.processes, gpu.pid[1] = 2, 1
     for pid in (os.getpid(), 1, 77):
@@ -119,7 +119,7 @@ def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
     assert isinstance(read, Unavailable) and "lost" in read.reason
 
 
-def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
+def test_a_mig_instance_is_read(nvml: Simulation, library: Library) -> None:
     gpu = nvml.state.device[0]
     nvml.split(gpu, 3)
     uuid = gpu.instance[1].uuid.decode()
@@ -132,7 +132,7 @@ def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
     device.close()
 
 
-def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
+def test_an_old_driver_gives_reasons_for_missing_values(nvml: Simulation, old_driver: Path) -> None:
     script = (
         "import json\n"
         "from fp8bench.measure.sensors.nvml_match import DeviceIdentity\n"

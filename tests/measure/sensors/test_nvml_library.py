@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def left_behind() -> None:
-    """Waits for threads of fp8bench's that hung to come back. Others of this process may stay as long as it does."""
+    """Waits for hung threads of fp8bench to return. Other threads of this process may remain."""
     for thread in threading.enumerate():
         if thread.name in (own_nvml.NAME, NAME):
             thread.join(30)
@@ -50,7 +50,7 @@ def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, libra
 
 
 @for_each(("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")])
-def test_no_package_or_an_old_one(
+def test_a_missing_or_old_package_gives_a_reason(
     module: str | None, why: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType(module) if module else None)
@@ -59,7 +59,6 @@ def test_no_package_or_an_old_one(
 
 
 def test_without_a_driver_there_is_a_reason() -> None:
-    """In a process that finds no such library, or a real one: pynvml's own words are translated."""
     script = (
         "from fp8bench.measure.sensors.nvml import LIBRARY\n"
         "from fp8bench.model.readings import NoReading\n"
@@ -69,7 +68,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
         "try:\n    LIBRARY.open()\nexcept NoReading as failure:\n    print(failure.reason)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here (NVML error 12)\n"
+    assert done.stdout == "the NVML library (libnvidia-ml.so.1) is missing: no NVIDIA driver here (NVML error 12)\n"
 
 
 @pytest.mark.slow
@@ -81,7 +80,7 @@ def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: S
     with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is left alone since$"):
         library.within_timeout(lambda: library.call("nvmlDeviceGetCount"))
     while not (calls := nvml.calls()).get("nvmlDeviceGetCount_v2"):
-        time.sleep(0.01)  # on a busy machine its thread is given up before it has come that far
+        time.sleep(0.01)  # on a busy machine its thread may be given up before
     with pytest.raises(NoReading, match="left alone since"):
         library.call("nvmlSystemGetDriverVersion")
     with pytest.raises(NoReading, match="left alone since"):
@@ -95,7 +94,6 @@ def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: S
 
 
 def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
-    """As long as it waits for no thread of ours. Also: a process of its own finds the library by LD_LIBRARY_PATH."""
     nvml.fail("nvmlDeviceGetCount_v2", delay=3600.0)
     script = (
         "from fp8bench.measure.sensors.nvml import Library\n"

@@ -26,11 +26,11 @@ ALL = (A, B, SPLIT)
         (DeviceIdentity(pci="4c:00.0"), B),
         # Virtual devices have a UUID of zeros.
         (DeviceIdentity(uuid="00000000-0000-0000-0000-000000000000", pci="0:4C:0"), B),
-        # A UUID that is not listed, but an address that is.
+        # An unlisted UUID with a listed address.
         (DeviceIdentity(uuid="GPU-ffff", pci="0:4C:0"), B),
     ],
 )
-def test_by_what_cuda_says(identity: DeviceIdentity, expected: ListedDevice) -> None:
+def test_devices_are_matched_by_cudas_uuid_and_address(identity: DeviceIdentity, expected: ListedDevice) -> None:
     assert match(identity, ALL) == (expected, None)
 
 
@@ -38,7 +38,7 @@ def test_by_what_cuda_says(identity: DeviceIdentity, expected: ListedDevice) -> 
     "identity",
     [DeviceIdentity(uuid="GPU-ffff"), DeviceIdentity(pci="0:99:0"), DeviceIdentity(pci="x"), DeviceIdentity()],
 )
-def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
+def test_a_device_unknown_to_nvml_gives_a_reason(identity: DeviceIdentity) -> None:
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
         match(identity, ALL)
 
@@ -46,7 +46,7 @@ def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
 def test_an_instance_is_matched_by_its_own_uuid_and_the_only_one_is_the_one() -> None:
     own = DeviceIdentity(uuid="22222222-0000-4000-8000-000000000002")
     assert match(own, ALL) == (SPLIT, SECOND)
-    # CUDA takes one of the instances, and nobody knows which.
+    # CUDA uses one of the instances, but which one is unknown.
     assert match(DeviceIdentity(uuid=SPLIT.uuid), ALL) == (SPLIT, None)
     alone = ListedDevice(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
     assert match(DeviceIdentity(uuid=SPLIT.uuid), (alone,)) == (alone, SECOND)

@@ -1,4 +1,4 @@
-"""What Linux shows in files: RAPL, clocks and temperatures of a processor."""
+"""Linux's files on a CPU: RAPL, clocks and temperatures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def zone(root: Path, folder: str, name: str, energy: object = 1_000_000, limit: 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two packages, one with its memory; what lies within others, holds others, or shows them again."""
+    """Two packages, one with its memory; with nested, enclosing and duplicate domains."""
     root = tmp_path / "powercap"
     zone(root, "intel-rapl:0", "package-0")
     zone(root, "intel-rapl:0:0", "core")
@@ -60,7 +60,7 @@ def test_packages_and_their_memory_count_once(root: Path) -> None:
 @given(
     st.lists(st.integers(0, 200_000), min_size=1, max_size=40), st.integers(200_000, 300_000), st.integers(0, 200_000)
 )
-def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
+def test_a_counter_that_wraps_is_continued(growths: list[int], limit: int, start: int) -> None:
     total, values = start, []
     for growth in growths:
         total += growth
@@ -88,8 +88,8 @@ def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -
         counter.read()
 
 
-def test_permission(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told with what helps. As root may read everything, it is said in the system's place here."""
+def test_a_denied_counter_names_a_remedy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason names a remedy. Root may read everything, so the denial is planted here."""
     plain = Path.read_text
 
     def refusing(self: Path, *words: object, **named: object) -> str:
@@ -103,7 +103,7 @@ def test_permission(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_permission_for_real(root: Path) -> None:
+def test_an_unreadable_counter_is_denied(root: Path) -> None:
     (root / "intel-rapl:1" / "energy_uj").chmod(0)
     with pytest.raises(NoReading, match="may be read by root only"):
         rapl.domains(root)
@@ -116,7 +116,7 @@ def test_permission_for_real(root: Path) -> None:
         ("flags\t\t: fpu sse", "this kernel or container"),
     ],
 )
-def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
+def test_a_machine_without_rapl_gives_a_reason(tmp_path: Path, flags: str, why: str) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
     with pytest.raises(NoReading, match=f"^there is no .*/absent: {why}"):

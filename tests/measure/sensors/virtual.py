@@ -14,9 +14,9 @@ _LOOK = 1e-3
 
 
 class VirtualClock:
-    """Moved by the sleeping of the sampler's thread alone, and only while somebody waits for an instant.
+    """A clock that advances only by the sampler thread's sleeping, while another thread waits for an instant.
 
-    `lateness` is how much later than asked a sleep ends, in seconds: up to so much, spread by `seed`.
+    Sleeps end up to `lateness` seconds too late, at random by `seed`.
     """
 
     def __init__(self, state: State, lateness: float = 0.0, seed: int = 0) -> None:
@@ -31,11 +31,11 @@ class VirtualClock:
         return self._state.now_ns * 1e-9
 
     def cpu(self) -> float:
-        """As if each sleep took so much."""
+        """CPU time, as if each sleep used this much."""
         return self._cpu
 
     def sleep(self, seconds: float, stop: threading.Event) -> bool:
-        """In the sampler's thread: time goes on, unless what is waited for has come, or nobody waits."""
+        """Called in the sampler's thread: advances time unless the waited-for condition holds or nothing waits."""
         while self._until():
             self._reached.set()
             if stop.wait(_LOOK):
@@ -45,7 +45,7 @@ class VirtualClock:
         return stop.is_set()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """In the thread of the workload: lets time go on until something is so."""
+        """Called in the workload's thread: lets time pass until a condition holds."""
         self._until = until
         deadline = time.monotonic() + _HANG
         while True:

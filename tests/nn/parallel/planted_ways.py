@@ -62,8 +62,10 @@ def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
 
 
 def other_scale(times: float) -> Callable[[Job], Division]:
-    """Of tensors that are cut rank 1 takes so many `times` the largest magnitude of all ranks, and casts by that; of
-    four ranks each second one, in its pair."""
+    """For split tensors rank 1 uses `times` the common largest magnitude and casts by it.
+
+    Of four ranks the second of each pair does.
+    """
 
     def model(job: Job) -> Division:
         from fp8bench.nn.parallel import tensor_parallel
@@ -125,8 +127,10 @@ def other_wire_scale(way: Way) -> Callable[[Job], Division]:
 
 
 def expert_mistake(kind: str) -> Callable[[Job], Division]:
-    """Rank 1 gives rows back in another order; or the router's gradients, and all else that is no expert's, are each
-    rank's own."""
+    """Rank 1 returns rows in another order.
+
+    Or gradients of the router, or of all that is not an expert's, are not averaged.
+    """
 
     def model(job: Job) -> Division:
         from fp8bench.nn.parallel.exchanges import RankGroup

@@ -43,7 +43,7 @@ def test_what_is_joined_has_a_scale_for_each_part() -> None:
             assert (tensor - part).norm() < ROUNDING * part.norm()
 
 
-# Of three owners the tensors, of very different sizes.
+# Tensors of three owners, with very different sizes.
 LENGTHS = ((5, 7, 21), (30, 3), (1, 1, 1, 2))
 PIECES = [Pieces(some, 4) for some in LENGTHS]
 WIDE = [10.0**number for number in (-6, 4, 0, 2, -3, 5, -5, 1, 3)]

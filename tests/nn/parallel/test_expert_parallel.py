@@ -68,7 +68,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> list[Passed]:
     x, pull = tokens()
-    blocks = [block(precision, load) for _ in range(ranks)]  # threads have one state of random numbers in common
+    blocks = [block(precision, load) for _ in range(ranks)]  # threads share one random state
 
     def one(place: Place) -> Passed:
         group = ThreadedGroup(place)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> se
     same["router"] = torch.allclose(gradients["router"], router, rtol=1e-4, atol=1e-5)
     same["output"] = torch.equal(torch.cat([rank.output for rank in together]), alone.output)
     same["input"] = torch.equal(torch.cat([rank.of_input for rank in together]), alone.of_input)
-    # Each rank's balancing loss is of the tokens of all, and of its own scores.
+    # Each rank's balancing loss uses the tokens of all ranks, but only its scores.
     same["balance"] = abs(sum(rank.balance for rank in together) / ranks - alone.balance) < 1e-5
     return {name for name, is_same in same.items() if not is_same}
 
@@ -114,7 +114,8 @@ def rows_to(load: str, ranks: int) -> list[list[int]]:
     return result
 
 
-# Bytes of a row there, and back: in FP8 a byte an element and one scale of four, the way back and gradients in bf16.
+# Bytes of a row in both directions: in FP8 one byte per element and a four-byte scale; the way back and gradients are
+# bf16.
 ROW_BYTES = {"stream": (4 * WIDTH, 4 * WIDTH), "bf16": (2 * WIDTH, 2 * WIDTH), "fp8": (WIDTH + 4, 2 * WIDTH)}
 
 

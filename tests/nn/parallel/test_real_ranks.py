@@ -1,5 +1,7 @@
-"""Real ranks train what one rank does, and send what the formulas say; ways with a mistake planted in are further away
-from one rank than rounding."""
+"""Real ranks train like one rank and send as many bytes as formulas predict.
+
+Planted mistakes differ from one rank by more than rounding.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ PIPELINES = ("pp_gpipe", "pp_1f1b")
 
 @dataclass
 class Ranks:
-    """A worker of so many processors."""
+    """A worker of several ranks, and its CPU."""
 
     worker: RanksWorker
     facts: DeviceFacts
@@ -83,7 +85,7 @@ def trained(size: str, ways: tuple[str, ...], folder: Path) -> tuple[dict[str, R
 @pytest.mark.nightly
 @pytest.mark.usefixtures("short_slots")
 def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> None:
-    """They also send what formulas say. Without casts there are no amax groups to choose from."""
+    """They also send the predicted bytes. Without casts there are no amax groups to choose from."""
     records, skipped = trained("nano", CUT, tmp_path)
     assert len(skipped) == 4
     config = replace(SIZES["nano"], sequence=32)
@@ -95,7 +97,7 @@ def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> Non
         common = config.sequence * config.width + 2 * config.vocabulary * config.width
         norms = (2 * config.layers + 1) * config.width
         assert by_sequence["all_reduce"] == 4 * (common + norms) * 2 * share
-        # Beside codes a scale for each part that is gathered, and of each sum the largest magnitude.
+        # With codes a scale for each gathered part, and for each sum the largest magnitude.
         codes, sums, scale = config.layers * stream * share + (common + norms) * share, 4 * config.layers + 1, 4
         assert in_fp8["all_gather"] == pytest.approx(codes + sums * scale * (RANKS - 1), abs=RANKS)
         assert in_fp8["all_to_all"] == pytest.approx(codes, abs=RANKS)
@@ -184,7 +186,7 @@ MISTAKEN = [
 @pytest.mark.slow
 @pytest.mark.parametrize("first", sampled([0], range(4)))
 def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None:
-    """One of two real ranks makes each mistake: not much above the limit of what rounds there."""
+    """One of two real ranks makes each mistake: slightly above the limit of rounding."""
     for item in HONEST[first::4]:
         result = two.worker.within(60).error(item, two.facts)
         limits = limits_of([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
@@ -209,7 +211,7 @@ TIED = {
 
 @pytest.mark.slow
 def test_a_tied_head_is_trained_by_all_ways(two: Ranks) -> None:
-    """In float32 only the order of sums differs, so that a lost or a doubled half of its gradient would show."""
+    """In float32 only the order of sums differs, so a lost or doubled half of its gradient would show."""
     for way, options in TIED.items():
         for precision, most in (("fp32", 1e-5), ("fp8", 0.3)):
             plain = case(precision, way, **options)

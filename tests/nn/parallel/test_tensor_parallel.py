@@ -67,7 +67,7 @@ def trained_alone(config: GPTConfig, mode: str) -> tuple[list[float], Updates]:
 
 
 def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> Job:
-    """Models were made one after the other, because the random state belongs to the process."""
+    """Models are created one after the other, because the random state belongs to the process."""
     handle: Any = place
     return Job(lambda: models[place.number], config, BATCH, CPU, True, 1.0, {"amax": amax, "wire": "stream"}, handle)
 
@@ -147,7 +147,7 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
                 assert turned is not None and other is not None
                 assert torch.equal(other.data.float(), turned.data[:, rows].float())
             alike.append(torch.equal(own.cast(step[:8], role).data.float(), straight.data[:8].float()))
-        assert not all(alike) or "pow2" in mode  # by powers of two values are rounded alike
+        assert not all(alike) or "pow2" in mode  # under powers of two values are rounded alike
 
 
 def test_a_cast_that_is_done_again_asks_nobody() -> None:

@@ -69,7 +69,7 @@ def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
     ],
 )
 def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) -> None:
-    """Unless its files differed, or no commit is known: then at its start."""
+    """Unless its files differed or the commit is unknown: then at its start."""
     run = replace(transformer()[0], environment=Environment(facts))
     assert place_on_curve(run) == at
     assert place_on_curve(replace(run, started="then")) == (at if at == 1700000000 else 0)
@@ -87,7 +87,7 @@ def read(board: Any, folder: Path) -> Any:
 
 
 def test_runs_form_a_curve_in_whatever_order_they_are_written(board: Any, tmp_path: Path) -> None:
-    """File names sort in the order of the curve; what is logged again replaces itself."""
+    """File names sort in the order of the curve; logging again replaces."""
     run, findings = transformer()
     for begun, id_ in (("2026-01-07T12:00:00Z", "b"), ("2026-01-05T12:00:00Z", "a"), ("2026-01-07T12:00:00Z", "b")):
         log_all(replace(run, started=begun, id=id_), findings, LogTarget(TENSORBOARD, str(tmp_path)))
@@ -97,7 +97,7 @@ def test_runs_form_a_curve_in_whatever_order_they_are_written(board: Any, tmp_pa
 
 
 def test_a_training_that_goes_on_continues_its_curve(board: Any, tmp_path: Path) -> None:
-    """Below a folder of its own; a value that is not finite is no point."""
+    """In a separate folder; non-finite values are left out."""
     for steps in ((0, 1, 2), (2, 3)):
         logger = ScalarLogger([LogTarget(TENSORBOARD, str(tmp_path))], SOURCE, lambda _: None, "")
         for step in steps:

@@ -19,7 +19,7 @@ from tests.facts import CPU
 
 SMALL = (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",)))
 
-# In a process of its own: the plugin starts threads and others, and is not written for warnings that are errors.
+# In a separate process: the plugin starts threads and processes, and its warnings would be errors here.
 PROGRAM = """
 import gzip, json, sys, time
 from urllib.parse import urlencode
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_it_finds_the_steps_the_operators_and_our_phases(tmp_path: Path) -> None:
-    """Phases are on the timeline alone: its tables only know operators."""
+    """Only the timeline has phases: its tables contain only operators."""
     pytest.importorskip("torch_tb_profiler")
     case: Case = make_plan(Request("attention", ("bf16",), ("cpu",), axes=SMALL), (CPU,)).groups[0].cases[0].case
     threads = torch.get_num_threads()

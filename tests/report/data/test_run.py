@@ -50,7 +50,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-# Stored runs that fill all columns together: sweep, ranks, tensors' statistics, energy, a refused case.
+# Stored runs that together fill all columns: sweep, ranks, tensor statistics, energy, a refused case.
 FILLING = (
     "gpu/runs/gpubox/*-9a000002",
     "runs/runs/box/*-503e8537",
@@ -61,7 +61,7 @@ FILLING = (
 
 
 def test_every_column_is_filled_by_some_run() -> None:
-    """A failed rank's columns by tests/report/topics/test_ranks.py."""
+    """Columns of a failed rank are in tests/report/topics/test_ranks.py."""
     filled = {"failed_rank", "failed_phase"}
     for pattern in FILLING:
         (path,) = (ROOT / "tests" / "golden" / "stores").glob(f"{pattern}.jsonl")
@@ -91,7 +91,7 @@ def test_json_holds_the_whole_run(make: Any) -> None:
 
 
 def test_a_phase_s_medians_are_those_of_its_calls() -> None:
-    """A phase's cells are added up in each call before the median is taken."""
+    """A phase's cells are added up in each call before taking the median."""
     timing = RUN.records[1].timing
     assert timing is not None and timing.segments.phases == ("cast", "gemm", "cast", "unattributed")
     calls = [call for slot in timing.slots for call in slot.calls_ns]
@@ -116,7 +116,7 @@ def test_an_emulated_case_has_no_speed() -> None:
 @settings(max_examples=12)
 @given(wild_runs())
 def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
-    """Texts are one line and never empty, which a reader of the CSV could not tell from missing."""
+    """Texts are one line and never empty, which a CSV reader could not distinguish from missing."""
     run, findings = wild
     tidy = rows(run, findings)
     texts = [cell for row in tidy for cell in row.values() if isinstance(cell, str)]
@@ -141,6 +141,6 @@ def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]
     ],
 )
 def test_no_text_is_a_formula(value: object, cell: str) -> None:
-    """Neither in a cell, whether its row has names or not, nor as the name of a column."""
+    """Neither in a cell, in rows with or without names, nor as a column name."""
     name, written = (value, cell) if isinstance(value, str) and value else ("a", "a")
     assert csv_text((name, "b"), [{name: value, "b": 1}, (value, 2)]) == f"{written},b\n{cell},1\n{cell},2\n"

@@ -1,4 +1,4 @@
-"""A page as Markdown: what is a mark in a name is none in the text."""
+"""A page as Markdown: markup characters in names are escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8bench.report.page.markdown import render
 from tests.counts import for_each
 from tests.pages import NUISANCES, bars, hostile_page, whole_page
 
-# A reader of GitHub's dialect, as far as it matters here.
+# A reader of the relevant part of GitHub's dialect.
 REST = "<details><summary>The rest of the report</summary>"
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 
@@ -26,7 +26,7 @@ def one(*elements: Element) -> str:
 
 
 def read_back(text: str) -> list[str]:
-    """The texts that a reader sees, block by block."""
+    """The visible texts, block by block."""
     return [
         "".join(child.content for child in token.children or [])
         for token in MARKDOWN.parse(text)
@@ -88,7 +88,7 @@ def test_a_hostile_page_has_no_markup_of_its_own() -> None:
 
 @given(st.text("#+-=1.)(*_`~<>&[]|\\!: ab\n\r\t\u00e9$"))
 def test_any_text_reads_as_it_is(text: str) -> None:
-    """Whatever its signs: one paragraph, one cell, one heading, with its words in order."""
+    """For any characters: one paragraph, one cell, one heading, with words in order."""
     expected = " ".join(text.split())
     assert read_back(one(Text(text))) == ([expected] if expected else [])
     table = Table("t", text, (Column("a"), Column("b")), ((Field(text), Field(text)),))

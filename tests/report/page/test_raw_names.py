@@ -18,8 +18,7 @@ RUNS = [
     "reports/sample/run.jsonl",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/golden/stores").glob("*/runs/*box/*.jsonl")),
 ]
-# What is typed (the name of a case), and names that others gave: of a file, a system, a kernel, an operator,
-# a module of a model.
+# Typed names (a case's), and foreign names: of a file, a system, a kernel, an operator, a module of a model.
 TYPED = re.compile(r"\w+\[[^\]]*\]@\S+")
 OF_OTHERS = re.compile(r"[\w./-]*/[\w./-]+|\w+::\w+|\w+\.\w+(?:\.\w+)*|Linux-\S+|nvjet_\w+|\S*…\S*")
 
@@ -43,6 +42,6 @@ def test_raw_names_are_found() -> None:
     "path", [*RUNS[::5], *(pytest.param(path, marks=pytest.mark.slow) for path in RUNS if path not in RUNS[::5])]
 )
 def test_a_page_shows_no_raw_name(path: str) -> None:
-    """Of the figures and phases that these runs have, such as gradient_error, product_error and data_load."""
+    """The figures and phases of these runs, such as gradient_error, product_error and data_load."""
     run = load_run(ROOT / path)
     assert not find_raw_names(visible_text(render(page_of(material_of([run], [findings(run)])))))

@@ -54,7 +54,7 @@ def test_a_doubt_of_another_kind_is_told_with_its_reason_and_remedy() -> None:
     run, findings = judged((Verdict.FASTER, 0.5, Label.HANDICAP))
     reasons = {case: replace(one, label_reasons=((Label.HANDICAP, "fp32 sorts"),)) for case, one in findings.items()}
     said = " ".join(words(run, reasons, 200).split())
-    assert "Why not sure: bf16: fp32 sorts. What to do: make the reference as good as you can" in said
+    assert "Why not sure: bf16: fp32 sorts. Remedy: make the reference as fast as you can" in said
 
 
 def test_a_grid_of_the_reference_alone_has_no_speed_ups() -> None:
@@ -91,7 +91,7 @@ LOSSES = (
 
 
 def two_precisions() -> tuple[Run, dict[str, Finding]]:
-    """fp16 in doubt, with all that can be said of it: a reason, a load, and something to do; fp8 emulated."""
+    """fp16 in doubt with all remarks: a reason, a load, and advice; fp8 emulated."""
     nano = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("weights", "cached"))
     run, findings = recased(transformer(), lambda case: replace(case, params=nano))
     fp16 = run.records[1].case.id
@@ -115,7 +115,7 @@ def test_two_precisions_take_fourteen_lines() -> None:
 
 
 def test_a_stranger_meets_no_label_no_axis_and_no_name_of_a_metric() -> None:
-    """With every label there is, and parameters that are as usual."""
+    """With every label that exists, and default parameters."""
     told = words(*two_precisions())
     assert not [label for label in Label if "-" in label and label.value in told]
     assert "_" not in told.partition("Do this")[0] and "=" not in told
@@ -146,9 +146,9 @@ def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -
 
 
 def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
-    """Throttling took the verdict away; contention is what a load is."""
+    """Throttling removed the verdict; contention is the same as load."""
     run, findings = two_precisions()
     fp16 = run.records[1].case.id
     for hard, shown in (((), False), ((Label.CONTENDED,), False), ((Label.THROTTLED,), True)):
         told = words(run, {**findings, fp16: replace(findings[fp16], labels=hard, hard=hard, why="too hot")})
-        assert "measured beside other programs (load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown
+        assert "other programs were running (load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown

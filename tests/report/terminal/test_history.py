@@ -26,7 +26,7 @@ DATE = 1767614400000  # 2026-01-05 12:00 UTC
 
 
 def figure(number: int, milliseconds: float | None, **changes: object) -> Figure:
-    """Commit `number`'s figure, a day after the one before, with an interval of 1%."""
+    """The figure of commit `number`, a day after the previous one, with an interval of 1%."""
     seconds = None if milliseconds is None else milliseconds / 1e3
     low, high = (None, None) if seconds is None else (seconds * 0.995, seconds * 1.005)
     made = Figure(commit(number), DATE + number * DAY, "1.1", 1, 24, seconds, low, high)

@@ -41,7 +41,7 @@ def line_of(text: str, beginning: str) -> str:
 
 
 def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
-    """The transformer run with another finding for fp16, which is neither the reference nor emulated."""
+    """The transformer run with a changed finding for fp16."""
     run, findings = transformer()
     case = run.records[1].case.id
     return run, findings | {case: replace(findings[case], **changes)}  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ LAST = {"cold": None, "rotating": Rotation(13, 5 << 20), "in part": Rotation(256
 
 
 def cached(rotation: Rotation | None) -> Made:
-    """The transformer run with a cache, on a CPU whose last cache is known."""
+    """The transformer run with a cache setting, on a CPU whose last-level cache is known."""
     cache = "cold" if rotation is None else "rotating"
     run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
     records = tuple(replace(record, rotation=rotation) for record in run.records)

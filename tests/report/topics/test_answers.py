@@ -65,8 +65,8 @@ def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) ->
 @for_each(
     ("ratio", "seconds"),
     [
-        ((0.97, 0.99, 1.01), 50),  # half as wide shows 1% off, or the same: four times the rounds
-        ((0.93, 0.96, 0.99), 20),  # 4% with 3% either way: twice the time is the least
+        ((0.97, 0.99, 1.01), 50),  # half the width would show 1% or "same": four times the rounds
+        ((0.93, 0.96, 0.99), 20),  # 4% with 3% either way: at least twice the time
         ((0.95, 1.0, 1.05), 70),
     ],
 )

@@ -1,4 +1,4 @@
-"""How break-even is told, in words, a table, a chart and rows."""
+"""Break-even in words, a table, a chart and rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def params(m: int) -> dict[str, Scalar]:
 
 
 def swept_shapes(*speeds: float, labels: tuple[Label, ...] = ()) -> Made:
-    """bf16 at m = 16, 32, 64, ... is this many times as fast as fp32; fp8 is emulated."""
+    """bf16 at m = 16, 32, 64, ... has this speed-up over fp32; fp8 is emulated."""
     made = [shapes(params(16 << place), speed=speed, labels=labels) for place, speed in enumerate(speeds)]
     run, _ = shapes(*(params(16 << place) for place in range(len(speeds))))
     return run, {key: finding for _, findings in made for key, finding in findings.items()}

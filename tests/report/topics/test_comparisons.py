@@ -1,4 +1,4 @@
-"""What verdicts say in sentences: a test for every branch, and never more than the verdict."""
+"""Verdicts as sentences: a test for every branch, and no sentence claims more than the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Energy: on the page, in a terminal, as tidy and as wide rows; why there is none, and nothing where nobody asked."""
+"""Energy on the page, in a terminal, in tidy and wide rows.
+
+The reason if there is none, and nothing if it was not requested.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.runs import render_whole
 from tests.told_before import Told, as_before, on_terminal
 
 MODES = ("fp32", "bf16", "fp8", "nvfp4", "fp16")
-# Of the best case of each.
+# The best case of each.
 SHARES = {"cast": 0.1, "gemm": 0.5, "attention": 0.1, "optimizer_step": 0.1, "elementwise": 0.15}
 
 

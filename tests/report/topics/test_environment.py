@@ -70,17 +70,33 @@ def test_environment() -> Told:
 
 
 def test_a_gpu_says_what_its_marks_take() -> None:
-    """Of the fastest step; where that is more than half a percent, not every step was marked."""
+    """Of the fastest step; where that is more than half a percent, not every step was marked, but those of ranks."""
     run, findings = recased(gemm(), lambda case: replace(case, device="cuda:0"))
     gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0))
     words = []
-    for pair in (None, 1e-6, 1e-3):
+    for pair, ranks in ((None, 1), (1e-6, 1), (1e-3, 1), (1e-3, 2)):
         overheads = (("cuda:0", Overheads(0.0, 0.0, 0.5e-6, pair)),)
         records = [
-            replace(record, timing=replace(steady(500_000, 3), entries=(("cast", 1), ("gemm", 2))))
+            replace(
+                record,
+                case=replace(record.case, ranks=ranks),
+                timing=replace(steady(500_000, 3), entries=(("cast", 1), ("gemm", 2))),
+            )
             for record in run.records
         ]
         made = replace(run, records=tuple(records), devices=(gpu,), overheads=overheads), findings
         words.append(dict(facts(made).pairs).get("phase marks cuda:0", ""))
     assert words[0] == "" and words[1].startswith("at most 0.40% of a step (")
-    assert "marked" not in words[1] and words[2].endswith("not every step of it is marked (above 0.5%)")
+    assert "marked" not in words[1] and ": more than 0.5%, so only one step in several is marked, and each" in words[2]
+    assert words[3].endswith(": more than 0.5%, but steps of several ranks are all marked")
+
+
+def test_a_gpu_that_idles_before_its_slots_is_a_remark() -> None:
+    """Its clock may rise meanwhile, which the figures do not show."""
+    run, findings = gemm()
+    overheads = (("cuda:0", Overheads(0.0, 0.0, 0.5e-6, 1e-6, "torch captured no graph")),)
+    remarks = str(part("environment", (replace(run, overheads=overheads), findings)))
+    assert (
+        "note: cuda:0 idles before each slot" in remarks and "could not be captured: torch captured no graph" in remarks
+    )
+    assert "idles" not in str(part("environment", (run, findings)))

@@ -37,7 +37,7 @@ GIB = 1 << 30
 
 
 def use(roles: Mapping[str, int], phases: Sequence[tuple[str, int]] = (), **more: object) -> MemoryUse:
-    """Memory by these roles, with the highest point in the first of these phases."""
+    """Memory by these roles, with the peak in the first of these phases."""
     peak = sum(roles.values())
     known = tuple(PhaseMemory(phase, peak if not n else size) for n, (phase, size) in enumerate(phases))
     return replace(MemoryUse(peak, tuple(roles.items()), known), **more)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def usual() -> Made:
 
 
 def on_a_device(size: int | None, why: str = "", made: Made | None = None) -> Made:
-    """The transformer run, or another, whose last case with known memory would take this much on a device."""
+    """A run, by default the transformer's, whose last case with known memory would take this much on a device."""
     run, findings = made or usual()
     known = max(number for number, record in enumerate(run.records) if record.memory)
     last = run.records[known]
@@ -93,7 +93,7 @@ def test_memory() -> Told:
 
 
 def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
-    """What is held when a product ends is still held by the phase around it."""
+    """Memory held when a product ends is still held by the surrounding phase."""
     phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
     assert highest_in(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
     assert highest_in(MemoryUse(10)) == []
@@ -151,19 +151,19 @@ def test_who_did_not_ask_for_a_batch_sees_nothing() -> None:
 
 
 def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
-    """Of an emulated reference the bytes on a device count, and these only against others on a device."""
+    """With an emulated reference the bytes on a device count, compared only with others on a device."""
     run, findings = on_a_device(100 * MIB)
     bf16, *others = run.records
     on_device = Measurement("device_peak_memory", "B", (200.0 * MIB,), Provenance.DERIVED)
     reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device))
     (panel,) = panels_of(replace(run, records=(reference, *others)), findings)
-    cases = {case.result.mode: case for case in panel.members}
-    assert share_of(*cases["fp16"]) is None
-    assert (device_share_of(*cases["bf16"]), device_share_of(*cases["fp8"])) == (1.0, 0.5)
+    cases = {case.mode: case for case in panel.members}
+    assert share_of(cases["fp16"]) is None
+    assert (device_share_of(cases["bf16"]), device_share_of(cases["fp8"])) == (1.0, 0.5)
 
 
 def test_terminal_page_and_rows_tell_one_peak() -> None:
-    """A record has its peak twice, as a figure and as the sum of what it is for: all show the figure."""
+    """A record has its peak twice, as a figure and as the sum of its roles: all show the figure."""
     run, findings = usual()
     records = [replace(record, memory=record.memory and replace(record.memory, peak=7 * MIB)) for record in run.records]
     made = replace(run, records=tuple(records)), findings
@@ -177,7 +177,7 @@ def test_terminal_page_and_rows_tell_one_peak() -> None:
 
 
 def test_each_precision_at_its_own_batch() -> None:
-    """Next to the batch of all, and at equal tokens a step, where bf16 accumulates two micro-batches of its own."""
+    """Next to the common batch, and at equal tokens per step, where bf16 accumulates two micro-batches."""
     run, findings = transformer()
     found = (replace(fits(16), tokens=4096, seconds=(9.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0)),)
     found += (replace(fits(32), tokens=8192, seconds=(2.0,) * 8), replace(fits(20), tokens=4096))
@@ -192,6 +192,6 @@ def test_each_precision_at_its_own_batch() -> None:
     assert bf16["h for 1 G tokens"] == 1e9 / 2048 / 3600
     case_bf16, _, _ = panel.members
     assert case_bf16.best and bf16["same batch"] == 1024 / case_bf16.best
-    update = dict(phases_of(case_bf16.result))["optimizer_step"]
+    update = dict(phases_of(case_bf16))["optimizer_step"]
     assert bf16["at 8.19 k a step"] == 8192 / (2 * (2 - update) + update) and update > 0
     assert fp16["at 8.19 k a step"] == 8192 / 2

@@ -83,7 +83,7 @@ def test_a_table_of_scales_has_an_end() -> None:
     )
     (table,) = of_kind(elements, Table)
     assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))
+    assert any("the table has no room for m=" in text.text for text in of_kind(elements, Text))
 
 
 NOBODY, ELEMENTWISE, GEMM, ACCUMULATE = (
@@ -94,7 +94,7 @@ ERRORS = {"free": (1e-2, 3e-2), "single": (1e-2, 2e-2), "free_floor": (1e-3, 2e-
 
 
 def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) -> Timing:
-    """A sampler whose steps take this long, after some time outside of steps; one call is slow."""
+    """A sampler whose steps take these times, after some time outside of steps; one call is slow."""
     codes, intervals = [NOBODY, ELEMENTWISE], [1000, 1000]
     for length in milliseconds:
         codes += [GEMM, ELEMENTWISE, accumulate, ELEMENTWISE]

@@ -1,4 +1,4 @@
-"""What several ranks took and sent, as tables, sentences and a picture, by values."""
+"""Times and traffic of several ranks, as tables, sentences and a picture, by values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made() -> Run:
 def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
     assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
     assert frontier([]) == ()
-    assert frontier([(12813.3, 28.5), (12805.3, 26.7)]) == (0,)  # a ring sends a scale less
+    assert frontier([(12813.3, 28.5), (12805.3, 26.7)]) == (0,)  # a ring sends one scale less
 
 
 @as_before
@@ -96,7 +96,7 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
             ["wide", "wide"],
         ]
         said = [element.text for element in elements if isinstance(element, Text)]
-        assert any("No efficiency is told where it says wide: " in sentence for sentence in said), said
+        assert any("Efficiency is unknown where the table says wide: " in sentence for sentence in said), said
     efficiencies = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
     bounds = [
         (row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in efficiencies

@@ -75,7 +75,7 @@ def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
     ],
 )
 def test_no_rate_is_told_of_work_that_nobody_saw(labels: tuple[Label, ...], tape: Tape | None, told: bool) -> None:
-    """A quick look that counted nothing, or other work than was declared."""
+    """A quick run that counted nothing, or a count that differs from the declaration."""
     run, findings = gemm()
     place = next(place for place, known in enumerate(run.records) if known.case.mode == "bf16")
     record = replace(run.records[place], tape=tape)

@@ -1,4 +1,4 @@
-"""What phases wait for, what to do where nobody knows, and what devices did at most, measurement by measurement."""
+"""Which limit phases wait for, advice where it is unknown, and devices' best rates, measurement by measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import Label, Limit, Request, Verdict
 from fp8bench.report.elements import Items, Text
 from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.roofline import how_to_know, sentences
+from fp8bench.report.topics.roofline import describe_bounds, how_to_know
 from tests.materials import Made, built, of_kind, part
 from tests.rooflines import CEILING, made
 from tests.runs import render_whole
@@ -30,7 +30,7 @@ def test_roofline() -> Told:
     first, own = (record.case.id for record in run.records[:2])
     slow = tuple((name, 10 * seconds) for name, seconds in findings[first].phases if name != "optimizer_step")
     far = {**findings, first: replace(findings[first], best_seconds=1.0, phases=slow)}
-    yield "a phase far below its ceilings waits for something else", list(sentences(panels_of(run, far)[0]))
+    yield "a phase far below its ceilings waits for something else", list(describe_bounds(panels_of(run, far)[0]))
     noisy = {**findings, own: replace(findings[own], labels=(Label.NOISY,), floor=0.2)}
     yield "a case under a label gives it perhaps", of_kind(part("roofline", (run, noisy)), Items)
     unsure = {**findings, own: replace(findings[own], verdict=Verdict.UNSURE)}

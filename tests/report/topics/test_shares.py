@@ -1,4 +1,4 @@
-"""What a step is made of, and how much of a model is converted: from values made by hand."""
+"""Composition of a step, and the converted share of a model: from hand-made values."""
 
 from __future__ import annotations
 

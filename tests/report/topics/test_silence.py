@@ -20,9 +20,9 @@ def reference_alone() -> Made:
 @for_each(
     ("section", "made"),
     [
-        ("energy", [without_energy()]),  # nobody asked
+        ("energy", [without_energy()]),  # not requested
         ("environment", []),
-        ("gains", [gemm()]),  # an operation and its casts are told by their step
+        ("gains", [gemm()]),  # an operation and its casts are described with their step
         ("memory", [gemm()]),
         ("memory", [skipped()]),
         ("numbers", [skipped()]),

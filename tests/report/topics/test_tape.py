@@ -1,4 +1,4 @@
-"""What a step does, on the page: its counts by phase, and where its traces lie."""
+"""A step's operators on the page: counts by phase, and the paths of its traces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_traces_are_said_to_lie_where_they_were_asked_for() -> None:
     run, findings = transformer()
     records = tuple(replace(record, trace="a/b.pt.trace.json.gz") for record in run.records)
     for request, words in (
-        (Request("x", trace="traces"), "The traces lie in traces, a folder a case. "),
+        (Request("x", trace="traces"), "The traces are in traces, one folder per case. "),
         (Request("x"), ""),
     ):
         (text,) = of_kind(part("traces", (replace(run, records=records, request=request), findings)), Text)

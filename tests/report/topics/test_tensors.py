@@ -30,7 +30,7 @@ def result(precision: str, *figures: Measurement, **params: int) -> Result:
 
 
 def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
-    """One figure of the same name in another suite is not enough."""
+    """An equally named figure in a second suite is not enough."""
     assert about_tensors(panel(tensors("gaussian"))) and not about_tensors(panel(products()))
     run, findings = gemm()
     first, *others = run.records
@@ -55,7 +55,7 @@ def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
     ],
 )
 def test_a_precision_has_its_format_and_its_words(precision: str, fmt: str, words: str) -> None:
-    """By its options; recipes and unknown precisions are called as they are."""
+    """Options give the words; recipes and unknown precisions keep their names."""
     assert cell_of(result(precision)) == (fmt, words)
     custom = result("custom")
     mapped = replace(

@@ -26,7 +26,7 @@ def timed(varying: bool = False) -> Timing:
 
 
 def timelines(*others: Record) -> list[Stacks]:
-    """The timelines of fp32 and some records beside it."""
+    """The timelines of fp32 and of some other records."""
     run = run_of([record(timed(), "fp32", is_reference=True, control=timed()), *others])
     return [chart for chart in of_kind(part("phases", (run, findings(run))), Stacks) if chart.pieces]
 
@@ -36,7 +36,7 @@ def test_pieces_follow_each_other_as_they_ran() -> None:
     for row in chart.pieces:
         assert [(chart.parts[number], round(1e6 * seconds, 6)) for number, seconds in row] == IN_ORDER
     assert [label for label, _ in chart.rows] == ["fp32, 48.0 us", "bf16, 48.0 us"]
-    assert "as they ran" in chart.description
+    assert "in which they ran" in chart.description
 
 
 def test_no_order_is_invented() -> None:
@@ -58,4 +58,4 @@ def test_of_many_settings_two_are_drawn_and_the_others_are_counted() -> None:
     run = run_of(records)
     elements = part("phases", (run, findings(run)))
     assert [chart.folded for chart in of_kind(elements, Stacks) if chart.pieces] == [False, True]
-    assert "2 more settings have no timeline here" in " ".join(text.text for text in of_kind(elements, Text))
+    assert "timelines of 2 more settings are left out" in " ".join(text.text for text in of_kind(elements, Text))

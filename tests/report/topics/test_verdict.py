@@ -51,7 +51,7 @@ def test_verdict() -> Told:
         ("product_error", (2.0, 0.0), "large"),
         ("product_error", (0.0, math.nan), "not finite"),
         ("product_error", (math.inf,), "not finite"),
-        # The same number is more of a loss, and less of a gradient.
+        # The same number is large for a loss, and small for a gradient.
         ("loss_error", (0.001,), "small"),
         ("loss_error", (0.009,), "moderate"),
         ("loss_error", (0.011,), "large"),
@@ -64,7 +64,7 @@ def test_the_size_of_an_error_depends_on_its_metric(metric: str, errors: tuple[f
 
 
 def of(*records: Record) -> list[NamedCase]:
-    """The cases of a run of these records; those that ran have a time."""
+    """A run's cases for these records; those that ran have a time."""
     findings = {
         record.case.id: Finding(record.case, Verdict.NONE, 1e-3) for record in records if record.status is Status.OK
     }

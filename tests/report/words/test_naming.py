@@ -1,4 +1,4 @@
-"""What a report calls its groups, and what is said of a run as a whole, and of one whose header is lost."""
+"""Names of a report's groups, and the summary of a run, also of one without its header."""
 
 from __future__ import annotations
 

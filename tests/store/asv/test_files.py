@@ -57,7 +57,7 @@ def test_a_folder_is_made_and_texts_are_as_asv_has_them(tmp_path: Path) -> None:
 
 @pytest.fixture
 def read_only() -> Iterator[Path]:
-    """A file in a folder that may be read only; root gives up its rights meanwhile."""
+    """Makes a file and its folder read-only; root drops its privileges in the body."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "x.json"
@@ -65,7 +65,7 @@ def read_only() -> Iterator[Path]:
         path.chmod(0o444)
         folder.chmod(0o555)
         root = os.geteuid() == 0
-        read_object(path, 2)  # whatever it imports, somebody else may not be able to read
+        read_object(path, 2)  # modules imported later might be unreadable for another user
         try:
             if root:
                 os.seteuid(NOBODY)
@@ -86,7 +86,7 @@ def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
 
 
 def test_what_cannot_be_read_is_a_sentence_and_not_broken(old: Path) -> None:
-    """A folder, a pipe (reading it would block) and a path below a file must not be set aside."""
+    """A folder, a pipe (reading it would block) and a path below a file must not be renamed."""
     pipe = old.with_name("pipe.json")
     os.mkfifo(pipe)
     for path, why in ((old.parent, "Is a directory"), (pipe, "it is a named pipe.*"), (old / "x", "Not a directory")):
@@ -105,13 +105,13 @@ def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch:
     monkeypatch.setattr(asv_files.time, "sleep", sleep)
     assert settled_read(lambda path: read_object(path, 2), old, 60) == {"a": 1} and pieces == []
     monkeypatch.setattr(asv_files.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    old.write_text("[]")  # whole, and wrong
+    old.write_text("[]")  # complete but wrong
     with pytest.raises(AsvFileBroken, match="expected an object"):
         settled_read(lambda path: read_object(path, 2), old, 60)
 
 
 def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on in the file that it has open, whatever that is called by then: who would set it aside waits longer."""
+    """It continues in the file that it has open, even after a rename; so others wait longer before renaming it."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -136,7 +136,7 @@ def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatc
 def test_a_file_that_stays_torn_is_broken(
     old: Path, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float, looks: int
 ) -> None:
-    """At once if nobody has touched it for long or there is no time to wait, else when it has been left alone."""
+    """At once if the file is old or no waiting is allowed, otherwise after a period without changes."""
     seen = []
 
     def load(path: Path) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_what_is_set_aside_is_kept_under_a_new_name(old: Path) -> None:
     assert (first.name, second.name) == ("x.json.broken-1", "x.json.broken-2") and not old.exists()
     assert (first.read_text(), second.read_text()) == (OLD, "second")
     with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(No such file"):
-        set_aside(old)  # another process was faster; it leaves nothing behind
+        set_aside(old)  # another process was faster; this one leaves nothing behind
     assert sorted(old.parent.iterdir()) == [first, second]
 
 

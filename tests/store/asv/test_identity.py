@@ -1,4 +1,4 @@
-"""Machine and interpreter as asv would name them: asv itself is the witness, always with a home of its own."""
+"""Machine and interpreter names as in asv, which is the oracle, always with a separate home."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NODE = platform.node()
 MACHINE = {"machine": NODE, "os": "an OS", "arch": "an arch", "cpu": "a CPU", "num_cpu": "64", "ram": "1"}
 
-# Says on the last line what asv would file a result under, for each home named in the arguments.
+# Prints on the last line where asv would file a result, for each home in the arguments.
 ASV = f"""
 import json, os, sys
 from asv import config, environment, machine, results
@@ -49,7 +49,7 @@ here = identify()
 print(json.dumps([[here.machine], here.python, here.env_name, here.file_name({COMMIT!r})]))
 """
 
-# What a home's ~/.asv-machine.json says.
+# Contents of a home's ~/.asv-machine.json.
 HOMES: dict[str, object] = {
     "none": None,
     "this host": {NODE: MACHINE, "other": {**MACHINE, "machine": "other", "cpu": "other"}, "version": 1},
@@ -62,7 +62,7 @@ HOMES: dict[str, object] = {
     "version 2": {NODE: MACHINE, "version": 2},
     "version 0": {NODE: MACHINE, "version": 0},
 }
-# asv fails on these; they are as good as none.
+# asv fails on these, so they count as missing.
 BROKEN: dict[str, object] = {
     "no JSON": "{",
     "not text": b"\xff\xfe\x00",
@@ -86,8 +86,10 @@ def write_home(folder: Path, content: object) -> Path:
 
 
 def last_line(command: list[str], home: Path, **more: str) -> Any:
-    """Returns the last line of a program's output, as JSON. It runs in the home folder, and can import fp8bench and
-    asv."""
+    """The last line of a program's output, parsed as JSON.
+
+    It runs in the home folder, and can import fp8bench and asv.
+    """
     packages = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": packages, **more}
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -97,7 +99,7 @@ def last_line(command: list[str], home: Path, **more: str) -> Any:
 
 @pytest.fixture(scope="module")
 def asv_machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Returns what asv makes of each of HOMES. It writes into them."""
+    """asv's result for each of HOMES. It writes into them."""
     folder = tmp_path_factory.mktemp("asv")
     homes = [write_home(folder / str(number), content) for number, content in enumerate(HOMES.values())]
     said = last_line([sys.executable, "-c", ASV, *map(str, homes)], homes[0])[0]
@@ -111,13 +113,13 @@ def test_the_machine_is_the_one_asv_takes_and_a_broken_file_is_as_good_as_none(
     home = write_home(tmp_path / "home", {**HOMES, **BROKEN}[name])
     monkeypatch.setenv("HOME", str(home))
     assert identify().machine == asv_machines["none" if name in BROKEN else name]
-    assert len(list(home.iterdir())) == (name != "none")  # it is the user's; without one none appears
+    assert len(list(home.iterdir())) == (name != "none")  # the user's file; without one none is created
 
 
 def test_the_users_entry_comes_before_the_stores_and_that_before_what_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store's machine.json keeps its series whole when the kernel is updated; its version is the file's."""
+    """A store's machine.json keeps its series intact when the kernel is updated; its version is the file's."""
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "none", None)))
     before = {**MACHINE, "os": "before the update"}
     assert identify({**before, "version": 1}).machine == before
@@ -127,7 +129,7 @@ def test_the_users_entry_comes_before_the_stores_and_that_before_what_is_found(
 
 
 def test_lists_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`asv publish` fails on them, so a series that has one is never drawn anyway."""
+    """`asv publish` fails on them, so a series with one is never drawn."""
     entry = {**MACHINE, "gpus": ["a", "b"], "more": {"a": 1}, "python": "not the machine's"}
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", {NODE: entry, "version": 1})))
     assert identify().machine == MACHINE
@@ -192,7 +194,7 @@ def test_names_are_asvs(path: str, commit: str) -> None:
     assert here.env_name == name
     assert f"m{os.sep}{here.file_name(commit)}" == results.get_filename("m", commit, name)
     assert "/" not in here.file_name(commit)
-    surrogates = Identity({"machine": "m"}, os.fsdecode(b"/\xff" * 100))  # bytes that are no UTF-8
+    surrogates = Identity({"machine": "m"}, os.fsdecode(b"/\xff" * 100))  # bytes that are not UTF-8
     assert surrogates.file_name(COMMIT).startswith("01234567-env-")
 
 
@@ -203,7 +205,7 @@ NAMES = st.text(min_size=1).filter(lambda name: "/" not in name and "\0" not in 
 
 @given(st.dictionaries(KEYS, SCALARS), NAMES, st.text(min_size=1))
 def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, python: str) -> None:
-    """Type by type: to asv 8 and "8" are two series."""
+    """Including types: to asv 8 and "8" are two series."""
     here = Identity({"machine": machine, **more}, python, "where it was made")
     plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **as_facts(here)}))))
     back = from_facts(decode(Environment, plain).facts)
@@ -215,13 +217,13 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     ("name", "value"),
     [
         *itertools.product(("asv_machine", "asv_python"), (None, 7, True, "")),
-        # The name becomes a folder of the store, and run files come from anywhere.
+        # The name becomes a folder of the store, and run files may be foreign.
         *(("asv_machine", path) for path in ("..", ".", "a/b", "/a", "../a", "a/", "a\0b")),
     ],
 )
 def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
     facts = as_facts(Identity(MACHINE, "/venv/bin/python3"))
-    assert (facts["asv_python"], facts["asv_machine"]) == ("/venv/bin/python3", NODE)  # named as asv's parameters are
+    assert (facts["asv_python"], facts["asv_machine"]) == ("/venv/bin/python3", NODE)  # named like asv's parameters
     assert from_facts({**facts, name: value}) is None
     assert from_facts({key: kept for key, kept in facts.items() if key != name}) is None
     assert from_facts({}) is None

@@ -35,7 +35,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def by_asv(folder: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep: bool = False) -> Path:
-    """A file that asv itself made: for each benchmark, name, params, and samples (or None, or NaN) by combination."""
+    """A file that asv wrote: for each benchmark, name, params, and samples (or None, or NaN) by combination."""
     results = Results(dict(PARAMS), {}, COMMIT, 1767268800000, "3.11", ENV, {})
     results.set_build_duration(1.25)
     for name, params, samples in benchmarks:
@@ -127,7 +127,7 @@ SAMPLES = st.one_of(
 
 @given(st.lists(st.one_of(st.none(), st.just(NAN), SAMPLES), min_size=2, max_size=2), st.booleans())
 def test_statistics_are_asvs(tmp_path_factory: pytest.TempPathFactory, samples: list[Any], keep: bool) -> None:
-    """One sample, two, equal ones, huge and tiny ones: the same bytes, except where asv itself divides by zero."""
+    """One sample, two, equal ones, huge and tiny ones: the same bytes, unless asv divides by zero."""
     folder = tmp_path_factory.mktemp("oracle", numbered=True)
     benchmark = ("a.B.track_c", [["1", "2"]], samples)
     ours = by_us(folder / "ours" / NAME, benchmark, keep=keep)
@@ -152,7 +152,7 @@ def with_rows(**rows: Any) -> Change:
 
 
 def without(*keys: str) -> Change:
-    """A change that takes a key out, which may lie inside others."""
+    """A change that removes a key, possibly a nested one."""
 
     def change(content: dict[str, Any]) -> None:
         for key in keys[:-1]:
@@ -221,7 +221,7 @@ def test_what_asv_accepts_is_read_and_kept(tmp_path: Path, what: str) -> None:
     assert file.troubles == () and set(file.rows) == set(content["results"]) and set(COLUMNS) <= set(file.columns)
     save_results(path, file)
     again = plain(path)
-    # Columns may be added at the end, empty containers and nulls be shortened; nothing that was said is lost.
+    # Columns may be added at the end, empty containers and nulls shortened; no information is lost.
     known = set(content) - {"result_columns", "results"}
     assert {key: again[key] for key in known} == {key: content[key] for key in known}
     assert again["result_columns"][: len(content["result_columns"])] == content["result_columns"]
@@ -272,7 +272,7 @@ def test_a_broken_row_is_left_out_named_and_kept(tmp_path: Path, what: str) -> N
     assert plain(path)["results"]["foreign"] == cells
     assert replace(load_results(path), rows={}) == replace(file, rows={})
     sound = replace(file, rows={**file.rows, "foreign": file.rows[BENCHMARKS[0][0]]})
-    save_results(path, sound)  # whoever measures it again knows what it means
+    save_results(path, sound)  # measuring again restores its meaning
     assert load_results(path).rows == sound.rows and not load_results(path).broken
 
 
@@ -301,7 +301,7 @@ def test_an_absent_file_a_mark_before_it_and_a_row_nested_as_deep_as_json_allows
         load_results(tmp_path / NAME)
     path = by_us(tmp_path / NAME, *BENCHMARKS)
     before = path.read_bytes()
-    path.write_bytes(b"\xef\xbb\xbf" + before)  # a mark that an editor left, which asv refuses
+    path.write_bytes(b"\xef\xbb\xbf" + before)  # an editor's mark, which asv refuses
     save_results(path, load_results(path))
     assert path.read_bytes() == before
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""What asv is shown of a run."""
+"""A run's figures in asv's view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import error
 
 @for_each("broken", [math.nan, math.inf])
 def test_what_is_no_finite_number_failed(tmp_path: Path, broken: float) -> None:
-    """asv takes NaN for not measured. Its search for steps never ends at an infinite figure."""
+    """asv reads NaN as not measured. Its search for steps never ends at an infinite figure."""
     store = tmp_path / str(broken)
     lead, other = records()
     with_errors = (

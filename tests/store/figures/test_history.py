@@ -1,4 +1,4 @@
-"""The cache says what reading every run says, and is made again where it does not fit."""
+"""The cache gives the same as reading every run, and is rebuilt if it does not match."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
     for path in (paths[0], paths[2]):
         content = path.read_bytes()
         status = path.stat()
-        path.write_bytes(b"x" * len(content))  # nobody looks
+        path.write_bytes(b"x" * len(content))  # no reader notices
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     found = open_history(tmp_path, reads)
     assert reads == [3, 2] and found.runs == 4
@@ -159,15 +159,15 @@ def test_a_run_that_went_on_is_gone_or_is_none_any_more_is_read_again(tmp_path: 
     assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
     paths = history(tmp_path, 1.0, 1.1, 1.2, 1.3)
     assert opened(tmp_path).read == 4
-    with paths[0].open("a") as file:  # told by its size
+    with paths[0].open("a") as file:  # noticed by its size
         file.write('{"note":"more"}\n')
-    paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))  # told by its content
+    paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))  # noticed by its content
     paths[2].unlink()
-    paths[3].write_text("no run\n")  # which it stays until it changes
+    paths[3].write_text("no run\n")  # and it stays so until it changes
     for read in (3, 0):
         found = opened(tmp_path)
         assert found.read == read and trends_of(found, every) == read_trends(tmp_path, every)
-    assert found.runs == 2 and sum(found.left.values()) == 2  # of one of them a line alone
+    assert found.runs == 2 and sum(found.left.values()) == 2  # one of them has only a line
 
 
 def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatc
 
 
 def test_a_suite_that_is_not_imported_leaves_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever imports it finds it again; a run that is new is written down as far as it is known here."""
+    """Importing the suite shows it again; a new run is cached with the figures that can be computed now."""
     history(tmp_path, 1.0, 1.1)
     assert opened(tmp_path).read == 2
     with monkeypatch.context() as patch:
@@ -343,10 +343,10 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
-    """If this fails, the same run comes to other figures, or they are written down otherwise.
+    """A failure means that the same run gives other figures or another text.
 
-    Then VERSION in fp8bench/store/figures/cache.py must go up, or what was kept before would be shown as if it
-    were new. Raise it, and put the new pair here.
+    Then raise VERSION in fp8bench/store/figures/cache.py, since old caches would be shown otherwise, and put the new
+    pair here.
     """
     write_store(tmp_path, 1, 1)
     (path,) = run_files(tmp_path)

@@ -33,12 +33,12 @@ def placed(path: Path, content: bytes, folder: str = "box", name: str = OTHER_NA
 
 
 def rewritten(content: bytes) -> bytes:
-    """What a tool makes of JSON: spaces, other line ends, another last line."""
+    """JSON as other tools write it: spaces, other line ends, another last line."""
     lines = [json.dumps(json.loads(line)) for line in content.splitlines()]
     return ("\r\n".join(lines) + "\n\n").encode()
 
 
-# What is done with a run's file, and the file that then lies beside it.
+# Changes of a run's file, and the expected cache next to it.
 COPIES: dict[str, Callable[[Path], Path]] = {
     "another name": lambda path: placed(path, path.read_bytes()),
     "another machine's folder": lambda path: placed(path, path.read_bytes(), "abox", path.name),
@@ -74,7 +74,7 @@ def links(path: Path) -> Path:
 
 
 def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
-    """All that a history has, from the files of figures, which must be what the runs say."""
+    """All figures of a history by its files of figures, asserted to equal those of the runs."""
     opened = open_history(store, lambda done, runs: None)
     trends = opened.trends(lambda _: True)
     assert trends == read_trends(store, lambda _: True).trends
@@ -213,7 +213,7 @@ def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pyte
 
 
 def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run asks for a hundred at its start, of however many there are."""
+    """A run reads a hundred at its start, of however many exist."""
     paths = history(tmp_path, 1.0, 1.1, 1.2)
     asked: list[Path] = []
     monkeypatch.setattr(reading, "_may_be_run", lambda path: not asked.append(path))

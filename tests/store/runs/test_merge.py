@@ -52,7 +52,7 @@ def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies:
     copy.write_bytes(copy.read_bytes() + NOTE)
     merged = merge_runs(ours, theirs)
     assert merged.same == 1 and copy.read_bytes() == path.read_bytes() + NOTE
-    # What went on in both is not mixed, and two writers of one file are never there at once.
+    # Different continuations are not mixed, and a file has one writer at a time.
     path.write_bytes(path.read_bytes() + b'{"note":"there"}\n')
     before = tree(ours)
     merged = merge_runs(ours, theirs)
@@ -104,7 +104,7 @@ def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch:
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_beginnings_always_merge(tmp_path_factory: pytest.TempPathFactory, here: int, there: int) -> None:
-    """Wherever two copies of one run were cut off behind the header, the longer one stands in the end."""
+    """Wherever two copies of one run were cut off after the header, the longer one remains."""
     place = tmp_path_factory.mktemp("stores")
     path = history(place / "theirs", 1.0)[0]
     copy = merge_runs(place / "ours", place / "theirs").copied[0]

@@ -71,7 +71,7 @@ def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert path == tmp_path / "runs" / "box" / "20260102T030405Z-01234567-abcd1234.jsonl"
     header = json.loads(path.read_bytes().splitlines()[0])
     assert header["schema"] == SCHEMA and not {"records", "path", "finished", "troubles"} & set(header["header"])
-    writer = start_run(run_called("c"), tmp_path)  # each line is there at once, and those before it never change
+    writer = start_run(run_called("c"), tmp_path)  # each line appears at once, and earlier ones never change
     for number, record in enumerate(RECORDS, 1):
         before = writer.path.read_bytes()
         writer.append([record])
@@ -151,7 +151,7 @@ def test_samples_that_do_not_fit_their_segments_are_a_broken_line(tmp_path: Path
 
 
 def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
-    """A newer minor version may add kinds of lines; a bit that flipped makes one, and a record is lost."""
+    """A newer minor version may add kinds of lines; a flipped bit makes one too, and loses a record."""
     path = as_older(written(tmp_path))
     lines = path.read_bytes().split(b"\n")
     lines[3] = lines[3].replace(b'"record"', b'"recorc"')
@@ -163,7 +163,7 @@ def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
     )
 
 
-# What is done to the lines of a file, and the lines that are then named as broken, with the reason where it matters.
+# A change of a file's lines, and the lines then reported as broken, with a reason where it matters.
 CHANGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[str]]] = {
     "words before it": (lambda lines: [b"junk\n", *lines], ["line 1 "]),
     "bytes before it": (lambda lines: [b"\n\0\0\n[1]\n", *lines], ["line 2 ", "line 3 "]),
@@ -195,7 +195,7 @@ def test_a_header_counts_wherever_it_stands(tmp_path: Path, what: str) -> None:
 
 
 def test_the_work_of_reading_a_file_grows_as_its_lines_do() -> None:
-    """Counted in lines of code, which a busy machine does not change."""
+    """Counted in executed lines of code, which a busy machine does not change."""
 
     def done(count: int) -> int:
         content = "\n".join(sealed_line({"line": number}) for number in range(1, count + 1)).encode()
@@ -271,7 +271,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_found_by_what_a_person_has_at_hand_and_else_refused(store: Path) -> None:
-    (store / "runs" / "box-aaaa1111" / "99990101T000000Z-nocommit-eeee5555.jsonl").mkdir()  # a folder is no run
+    (store / "runs" / "box-aaaa1111" / "99990101T000000Z-nocommit-eeee5555.jsonl").mkdir()  # a folder is not a run
     assert [path.stem[-8:] for path in run_files(store)] == ["cccc3333", "bbbb4444", "aaaa2222", "aaaa1111"]
     for words, name in (
         ("aaaa1111", "aaaa1111"),
@@ -306,7 +306,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(
     (tmp_path / "full").mkdir()
     check_store(tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").rglob("*")} == {"runs", ".gitignore"}
-    with monkeypatch.context() as patch:  # room for a name, and none for what is in the file
+    with monkeypatch.context() as patch:  # room for the file's name, but not for its content
         patch.setattr(Path, "write_text", full)
         with pytest.raises(StoreError, match="No space left"):
             check_store(tmp_path / "full")

@@ -101,8 +101,8 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss. In a model
-    that has learned by heart a spike costs nearly nothing."""
+    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss. A model that
+    has memorised its data loses nearly nothing by a spike."""
 
     name = "gradient-norm-spike"
     keep = 50

@@ -63,6 +63,7 @@ class Trainer:
         self.most_norm, clip_group = clip_of(settings.clip)
         self.clip_groups = [group_of(name, parameter.ndim, clip_group) for name, parameter in self.parameters.items()]
         self._schedule = RateSchedule(settings, task.steps)
+        self._lowered = 1.0  # share of all rates, which --on-nan lower-rate halves
         self.loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self.watch = ModelWatch(self.model, arm.name, task.seed, settings.compile == "no")
 
@@ -110,7 +111,7 @@ class Trainer:
 
     def rate_share(self) -> float:
         """Returns the share of the optimizer's rates in the next step. A user's schedule has changed those already."""
-        return 1.0 if self.made.has_own_rates else self._schedule.share(self.step)
+        return self._lowered * (1.0 if self.made.has_own_rates else self._schedule.share(self.step))
 
     def end_step(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
@@ -173,6 +174,9 @@ class Trainer:
         if reason:
             self.stopped = True
             yield self.event("stopped", f"the arm is stopped: {reason}")
+        elif self.settings.on_nan == "lower-rate":
+            self._lowered /= 2
+            yield self.event("rate-lowered", f"the learning rate is {self._lowered:g} of its setting from here on")
 
     def _stop_reason(self, row: StepRow) -> str:
         """Returns why the arm stops after a step that was not finite; '' if it continues."""
@@ -227,6 +231,7 @@ class Trainer:
             "optimizer": self.optimizer.memory(),
             "schedule": self._schedule.memory(),
             "skipped": self._skipped,
+            "lowered": self._lowered,
             "casts": self.remember_casts()._asdict(),
             "watched": dict(self.watch.scales),
         }
@@ -239,7 +244,7 @@ class Trainer:
             memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
         else:
             self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
-        self._skipped = memory["skipped"]
+        self._skipped, self._lowered = memory["skipped"], memory.get("lowered", 1.0)
         self._schedule.recall(memory["schedule"])
         self.optimizer.recall(memory["optimizer"])
         self.recall_casts(CastState(**memory["casts"]))

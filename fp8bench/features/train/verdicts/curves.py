@@ -56,11 +56,12 @@ class Curve:
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        return tuple(row.loss for row in self.rows)
+        """The loss of each step; NaN for a script's first one, which is over when watching begins."""
+        unwatched = min(1, self.rows[0].step) if self.rows else 0
+        return (*[math.nan] * unwatched, *(row.loss for row in self.rows))
 
     @property
     def whole(self) -> bool:
-        # A script's first step is over when watching begins.
         first = self.rows[0].step if self.rows else 0
         return first <= 1 and len(self.rows) == self.steps - first
 

@@ -1,4 +1,4 @@
-"""Places texts beside the marks of a chart, as many as fit."""
+"""Places texts next to the marks of a chart, as many as fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_beside(
     frames: Sequence[Box],
     boxes_at: Callable[[float, float, float, float], Iterable[Spot]],
 ) -> None:
-    """Writes texts (x, y, text, style) beside their positions, as many as fit."""
+    """Writes texts (x, y, text, style) next to their positions, as many as fit."""
     written = 0
     for x, y, label, style in texts:
         if written == LABELS:

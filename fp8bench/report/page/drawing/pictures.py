@@ -24,7 +24,7 @@ from matplotlib.transforms import Affine2D
 
 from fp8bench.report.elements import AnyChart
 from fp8bench.report.page.drawing.draw import draw_on
-from fp8bench.report.page.drawing.scale import FORBIDDEN, Hint
+from fp8bench.report.page.drawing.scale import FORBIDDEN
 from fp8bench.report.page.drawing.sheet import Line, Sheet, Steps, along_lines, outline
 
 # Pixels of the sheet, points of a font or line, and pixels of a file, in an inch.
@@ -75,12 +75,10 @@ class _PictureSheet(Sheet):
         self._shapes: list[tuple[int, Steps, Style]] = []
         self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
 
-    def lines(
-        self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
-    ) -> None:
+    def lines(self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False) -> None:
         self._shapes.append((layer, along_lines(lines, closed), looks("path", style)))
 
-    def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
+    def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: str = "") -> None:
         steps = []
         for command, numbers in outline(shape, size):
             shifts = itertools.cycle((x, y))

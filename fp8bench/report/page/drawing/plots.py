@@ -7,16 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fp8bench import units
-from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
+from fp8bench.report.elements import ChartPoint, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.labels import Box, boxes_around, boxes_over, write_beside
-from fp8bench.report.page.drawing.rows import along, legend
+from fp8bench.report.page.drawing.rows import along, draw_axis_below, legend
 from fp8bench.report.page.drawing.scale import (
     PLACES,
     POINTED,
     POINTS,
     SERIES,
-    Hint,
     Scale,
     cut_to_room,
     drawable,
@@ -24,13 +22,10 @@ from fp8bench.report.page.drawing.scale import (
     fit_scale,
     make_hint,
     mark_hint,
-    numbers_of,
-    placeless,
     show_number,
     x_ends,
 )
 from fp8bench.report.page.drawing.sheet import Sheet, looks_of
-from fp8bench.report.panels import together
 
 # Pixels between the end of a line and its value.
 _GAP = 8.0
@@ -72,12 +67,11 @@ class _LinePlot:
 def draw_lines(sheet: Sheet, chart: Lines) -> float:
     # 1. Choose what is drawn: the last places of the first series.
     places = chart.places[-PLACES:]
-    series = [(name, _drop_undrawable(marks[-PLACES:])) for name, marks in chart.series[:SERIES]]
-    marks = list(_present(chart.series))
-    num_drawn = sum(1 for _ in _present(series))
-    # Marks without a place on the axis, and those beyond the limits, are counted separately.
-    num_drawable = sum(drawable(mark.value) for mark in marks)
-    sheet.omit(placeless(numbers_of(marks)), num_drawable - num_drawn)
+    series: list[tuple[str, Marks]] = []
+    for name, marks in chart.series[:SERIES]:
+        drawn = [mark if mark is not None and drawable(mark.value) else None for mark in marks[-PLACES:]]
+        series.append((name, drawn))
+    sheet.omit(len(list(_present(chart.series))) - len(list(_present(series))))
     # 2. Fit the axis of values to the settled places, or to all if nothing is drawn there.
     first = max(0, chart.settled - len(chart.places[:-PLACES]))
     settled = [(name, marks_of_series[first:]) for name, marks_of_series in series]
@@ -95,7 +89,10 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     y = fit_scale(values, bottom, top + 24, unit=chart.axis.unit, pad=0.05)
     plot = _LinePlot(sheet, chart, places, series, looks, _place_scale(sheet, chart, series, y, len(places)), y)
     _draw_axes_of_lines(plot)
-    _draw_levels(plot)
+    for value, words in chart.levels:
+        if y.low <= value <= y.high:
+            sheet.lines("level-line", [plot.line_across(value)], layer=0)
+            sheet.text(plot.x.start, y.at(value) - 8, words, "quiet")
     for name, marks_of_series in series:
         _draw_line(plot, name, marks_of_series)
     _write_flags(plot)
@@ -103,20 +100,9 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     return bottom + 26
 
 
-def _drop_undrawable(marks: Marks) -> list[Mark | None]:
-    return [mark if mark is not None and drawable(mark.value) else None for mark in marks]
-
-
 def _present(series: Series) -> Iterator[Mark]:
     for _, marks in series:
         yield from (mark for mark in marks if mark is not None)
-
-
-def _draw_levels(plot: _LinePlot) -> None:
-    for value, words in plot.chart.levels:
-        if plot.y.low <= value <= plot.y.high:
-            plot.sheet.lines("level-line", [plot.line_across(value)], layer=0)
-            plot.sheet.text(plot.x.start, plot.y.at(value) - 8, words, "quiet")
 
 
 def _values_and_ends(series: Series) -> list[float]:
@@ -128,7 +114,7 @@ def _values_and_ends(series: Series) -> list[float]:
 
 
 def _write_flags(plot: _LinePlot) -> None:
-    """Writes events beside their marks."""
+    """Writes events next to their marks."""
     x = plot.x
     y = plot.y
     texts = []
@@ -283,7 +269,6 @@ def _write_last_values(plot: _LinePlot) -> None:
 
 # Points of a scatter are isolated, so they are larger than marks on lines.
 _DOT = 9.5
-# The most ticks of the left axis.
 _TICKS = 7
 # A legend with more series would be longer than the chart.
 _NAMED = 16
@@ -291,20 +276,20 @@ _NAMED = 16
 
 @dataclass(frozen=True)
 class _Frame:
-    """The position of points: in the plot by both scales, in the margin only by y. Either may be missing."""
+    """The plot with both scales, and the margin for points without x, if there are any."""
 
-    plot: Box | None
+    plot: Box
     margin: Box | None
-    x: Scale | None
+    x: Scale
     y: Scale
 
 
 def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     # 1. Choose the points: those with a place on both axes, thinned out evenly if they are too many.
-    placed = [point for point in chart.points if _is_drawable(chart, point)]
+    placed = [point for point in chart.points if drawable(point.y, log=True) and (point.x is None or drawable(point.x))]
     points = placed[:: max(1, -(-len(placed) // POINTS))]
-    sheet.omit(len(chart.points) - len(placed), len(placed) - len(points))
-    if not points:
+    sheet.omit(len(chart.points) - len(points))
+    if all(point.x is None for point in points):
         return 0.0
     # 2. Write the legend, and the titles of the axis and the margin.
     names = list(dict.fromkeys(point.series for point in points))
@@ -316,106 +301,64 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     title = cut_to_room(chart.y.title, sheet.width - sheet.measure(margin_title) - 12, sheet.size)
     sheet.text(0, top + 8, title, "quiet")
     sheet.text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
-    # 3. Draw axes, then lines, whiskers, marks and labels, so that each layer stays visible.
-    frame = _frame(chart, points, sheet, top + 24)
-    end = _axes(sheet, chart, frame)
-    spots = _spots(points, names, frame)
-    for name in (name for name in chart.joined if name in looks):
-        _join_points(sheet, looks[name][1].replace("point", "line"), name, points, spots)
-    whiskers = _whiskers(chart, frame, points, spots)
+    # 3. Draw axes, then whiskers, marks and labels, so that each layer stays visible.
+    frame = _fit_frame(chart, points, sheet, top + 24)
+    end = _draw_axes_of_scatter(sheet, chart, frame)
+    spots = _find_spots(points, names, frame)
+    whiskers: list[list[Point]] = []
+    for point, (_, y) in zip(points, spots, strict=True):
+        if interval := x_ends(point):
+            whiskers.append([(frame.x.at(end), y) for end in interval])
     if whiskers:
         sheet.lines("whisker", whiskers)
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
         sheet.dot(f"mark {style}{tone}", shape, x, y, _DOT, _hint(chart, point))
-    _labels(sheet, points, spots, whiskers, [box for box in (frame.plot, frame.margin) if box])
+    _write_labels(sheet, points, spots, whiskers, frame)
     return end
 
 
-def _is_drawable(chart: Scatter, point: ChartPoint) -> bool:
-    return drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
-
-
-def _join_points(sheet: Sheet, style: str, name: str, points: Sequence[ChartPoint], spots: Sequence[Point]) -> None:
-    """Draws a line through the points of each strand of a series."""
-    of_series = [(point, spot) for point, spot in zip(points, spots, strict=True) if point.series == name]
-    strands = together((point.strand, spot) for point, spot in of_series)
-    lines = [sorted(strand) for strand in strands.values() if len(strand) > 1]
-    if lines:
-        sheet.lines(style, lines)
-
-
-def _whiskers(chart: Scatter, frame: _Frame, points: Sequence[ChartPoint], spots: Sequence[Point]) -> list[list[Point]]:
-    whiskers = []
-    for point, (x, y) in zip(points, spots, strict=True):
-        if interval := ends(point, chart.y.log):
-            whiskers.append([(x, frame.y.at(end)) for end in interval])
-        if frame.x and (interval := x_ends(point, chart.x.log)):
-            whiskers.append([(frame.x.at(end), y) for end in interval])
-    return whiskers
-
-
-def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
+def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + 380.0
-    heights: list[float] = []
-    widths: list[float] = []
-    num_placed = 0
-    for point in points:
-        heights += [point.y, *ends(point, chart.y.log)]
-        if point.x is not None:
-            num_placed += 1
-            widths += [point.x, *x_ends(point, chart.x.log)]
-    y = fit_scale(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
+    y = fit_scale([point.y for point in points], bottom, top, True, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS)) + 10
     right = sheet.width - 1
-    if not num_placed:
-        return _Frame(None, Box(left, top, right, bottom), None, y)
     margin = None
-    if num_placed < len(points):
-        # Wide enough for a few columns and its title.
-        margin = Box(right - 130.0, top, right, bottom)
+    widths: list[float] = []
+    for point in points:
+        if point.x is not None:
+            widths += [point.x, *x_ends(point)]
+        else:
+            # Wide enough for a few columns and its title.
+            margin = Box(right - 130.0, top, right, bottom)
+    if margin:
         right = margin.left - 10
-    x = fit_scale(widths, left, right, chart.x.log, chart.x.unit, 0.05)
+    x = fit_scale(widths, left, right, unit=chart.x.unit, pad=0.05)
     return _Frame(Box(left, top, right, bottom), margin, x, y)
 
 
-def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
-    """Draws grid, ticks, margin and axis; returns their lower end."""
-    first = frame.plot or frame.margin
-    assert first is not None
+def _draw_axes_of_scatter(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
+    plot = frame.plot
+    margin = frame.margin
     heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS)]
-    for box in filter(None, (frame.plot, frame.margin)):
+    for box in filter(None, (plot, margin)):
         sheet.lines("grid", [[(box.left, y), (box.right, y)] for y, _ in heights], layer=0)
     for y, text in heights:
-        sheet.text(first.left - 8, y, text, "tick", anchor="end")
-    margin = frame.margin
+        sheet.text(plot.left - 8, y, text, "tick", anchor="end")
     if margin:
-        sheet.box("margin", margin.left, first.top, margin.right - margin.left, first.bottom - first.top, layer=-1)
-    if not frame.plot or not frame.x:
-        return first.bottom + 26
-    _below(sheet, chart.x, frame.x, frame.plot)
-    sheet.lines("axis", [[(first.left, first.bottom), (first.right, first.bottom)]])
-    return first.bottom + (46 if chart.x.title else 26)
+        sheet.box("margin", margin.left, plot.top, margin.right - margin.left, plot.bottom - plot.top, layer=-1)
+    sheet.lines("axis", [[(plot.left, plot.bottom), (plot.right, plot.bottom)]])
+    return draw_axis_below(sheet, frame.x, chart.x.title, plot.top, plot.bottom)
 
 
-def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: Box) -> None:
-    places = [(scale.at(value), text) for value, text in scale.ticks(7)]
-    if places:
-        sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
-    along(sheet, places, plot.bottom + 13)
-    title = cut_to_room(axis.title, plot.right - plot.left, sheet.size)
-    sheet.text((plot.left + plot.right) / 2, plot.bottom + 34, title, "quiet", anchor="middle")
-
-
-def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
+def _find_spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
     """Returns the position of each point. In the margin each series has a separate column."""
     in_margin = {point.series for point in points if point.x is None}
     columns = [name for name in names if name in in_margin]
     spots = []
     for point in points:
-        # Points without x are in the margin, in the column of their series.
-        if point.x is not None and frame.x:
+        if point.x is not None:
             x = frame.x.at(point.x)
         else:
             assert frame.margin is not None
@@ -425,26 +368,23 @@ def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) ->
     return spots
 
 
-def _hint(chart: Scatter, point: ChartPoint) -> Hint:
+def _hint(chart: Scatter, point: ChartPoint) -> str:
     position = chart.margin
     if point.x is not None:
         position = f"{chart.x.title} {show_number(point.x, chart.x.unit)}".strip()
-    height = f"{chart.y.title} {show_number(point.y, chart.y.unit)}"
-    if interval := ends(point):
-        height += f" ({units.span(interval, lambda end: show_number(end, chart.y.unit))})"
+    height = f"{chart.y.title} {show_number(point.y, chart.y.unit)}".strip()
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
-    return make_hint(name, ", ".join(filter(None, (position, height.strip()))), point.hint)
+    return make_hint(name, ", ".join(filter(None, (position, height))), point.hint)
 
 
-def _labels(
+def _write_labels(
     sheet: Sheet,
     points: Sequence[ChartPoint],
     spots: Sequence[Point],
     whiskers: Sequence[Sequence[Point]],
-    frames: Sequence[Box],
+    frame: _Frame,
 ) -> None:
-    """Labels points by priority: strong ones, the first of each series, then second ones; joined strands need no
-    labels."""
+    """Labels the first point of each series, then the second ones, and so on."""
     # Labels must not cover points or whiskers.
     taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     for (left, first), (right, last) in whiskers:
@@ -452,8 +392,8 @@ def _labels(
     numbers = Counter[str]()
     order = []
     for number, point in enumerate(points):
-        if not point.strand:
-            order.append((point.tone is not Tone.STRONG, numbers[point.series], number))
-            numbers[point.series] += 1
-    texts = [(*spots[number], points[number].label, "label") for _, _, number in sorted(order)]
+        order.append((numbers[point.series], number))
+        numbers[point.series] += 1
+    texts = [(*spots[number], points[number].label, "label") for _, number in sorted(order)]
+    frames = [box for box in (frame.plot, frame.margin) if box]
     write_beside(sheet, texts, taken, frames, boxes_around)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks
+from fp8bench.report.elements import Bars, Mark, Stacks
 from fp8bench.report.page.drawing.scale import (
     BARS,
     ROWS,
@@ -22,9 +21,6 @@ from fp8bench.report.page.drawing.scale import (
     fit_scale,
     make_hint,
     mark_hint,
-    numbers_of,
-    part_drawable,
-    placeless,
     show_number,
     write_value,
 )
@@ -38,22 +34,12 @@ _GAP = 8.0
 _APART_TEXTS = 10.0
 
 
-@dataclass(frozen=True)
-class Row:
-    """The position of a row: the middle of its shapes, and its band."""
+class Rows(NamedTuple):
+    """Rows of one height, by their upper ends; their shapes begin at `left` and end at the sheet's right side."""
 
-    y: float
-    top: float
+    tops: list[float]
     height: float
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows from the top down; their shapes begin at `left` and end at the sheet's right side."""
-
-    rows: tuple[Row, ...]
     left: float
-    top: float
     bottom: float
 
 
@@ -67,7 +53,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
         texts += [cut_to_room(label, room, sheet.size) for label in labels]
     widest = max(map(sheet.measure, texts), default=0.0)
     left = widest + _LABEL_GAP
-    rows: list[Row] = []
+    tops: list[float] = []
     y = top
     for number, (heading, group) in enumerate(groups):
         if headed:
@@ -75,22 +61,21 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
             sheet.text(0, y + 10, cut_to_room(heading, sheet.width, sheet.size, bold=True), "heading")
             y += 26.0
         for _ in group:
-            sheet.text(left - _LABEL_GAP, y + height / 2, texts[len(rows)], "label", anchor="end")
-            rows.append(Row(y + height / 2, y, height))
+            sheet.text(left - _LABEL_GAP, y + height / 2, texts[len(tops)], "label", anchor="end")
+            tops.append(y)
             y += height
-    return Rows(tuple(rows), left, top, y)
+    return Rows(tops, height, left, y)
 
 
-def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
-    """Draws the axis under the rows, and its lines behind them; returns its lower end."""
+def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
+    """Draws the ticks and the title of an axis below a plot, and its grid behind it; returns the lower end."""
     places = [(scale.at(value), text) for value, text in scale.ticks(7)]
-    bottom = rows.bottom + 4
     if places:
-        sheet.lines("grid", [[(x, rows.top), (x, bottom)] for x, _ in places], layer=0)
-    along(sheet, places, bottom + 12)
-    title = cut_to_room(axis.title, sheet.width - rows.left, sheet.size)
-    sheet.text((rows.left + sheet.width) / 2, bottom + 32, title, "quiet", anchor="middle")
-    return bottom + 42
+        sheet.lines("grid", [[(x, top), (x, bottom)] for x, _ in places], layer=0)
+    along(sheet, places, bottom + 13)
+    text = cut_to_room(title, scale.end - scale.start, sheet.size)
+    sheet.text((scale.start + scale.end) / 2, bottom + 34, text, "quiet", anchor="middle")
+    return bottom + 46
 
 
 def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
@@ -104,8 +89,7 @@ def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
 
 
 def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
-    """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the lower
-    end."""
+    """Draws (shape or 'box', class, text) side by side, in as many lines as needed; returns the lower end."""
     x = 0.0
     most = sheet.width / 3
     for shape, style, label in entries:
@@ -115,17 +99,13 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
         if x and x + wide > sheet.width:
             x = 0.0
             y = y + 20
-        if shape in ("box", "hatch"):
+        if shape == "box":
             sheet.box(style, x + 1, y + 3, 11, 11)
-            if shape == "hatch":
-                sheet.hatch(x + 1, y + 3, 11, 11)
         else:
             sheet.dot(style, shape, x + 6.5, y + 8.5)
         sheet.text(x + 18, y + 8.5, text)
         x += wide + 18
-    if entries:
-        return y + 30
-    return y
+    return y + 30 if entries else y
 
 
 _THICK = 14.0
@@ -140,28 +120,26 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     # 1. Choose the bars, and name them by group.
     marks: list[Mark] = []
     labels = []
-    num_placed = 0
-    numbers = []
+    num_hidden = 0
     for heading, marks_of_group in chart.groups:
-        numbers += numbers_of(marks_of_group)
         placed = [mark for mark in marks_of_group if drawable(mark.value, log=True)]
-        num_placed += len(placed)
         drawn = placed[: BARS - len(marks)]
+        num_hidden += len(marks_of_group) - len(drawn)
         if drawn:
             labels.append((heading, [mark.label for mark in drawn]))
             marks += drawn
-    sheet.omit(placeless(numbers, log=True), num_placed - BARS)
+    sheet.omit(num_hidden)
     if not marks:
         return 0.0
     # 2. Draw each in its row, and the line from which all begin.
     strokes = _STROKES * any(mark.samples for mark in marks)
     rows = arrange_rows(sheet, labels, strokes + 28.0)
     scale = _scale(chart, marks, sheet, rows.left)
-    end = foot(sheet, scale, chart.axis, rows)
-    for mark, row in zip(marks, rows.rows, strict=True):
-        _bar(sheet, chart, mark, row, scale)
+    end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
     x = scale.at(1.0)
-    sheet.lines("axis", [[(x, top), (x, bottom)] for top, bottom in _start_lines(rows)])
+    for mark, top in zip(marks, rows.tops, strict=True):
+        _bar(sheet, chart, mark, top, rows.height, scale)
+    sheet.lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.tops])
     return end
 
 
@@ -179,50 +157,39 @@ def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     return fit_scale(values, left + room_below + 2, sheet.width - room_above - 2, log=True, unit=chart.axis.unit)
 
 
-def _start_lines(rows: Rows) -> list[tuple[float, float]]:
-    """Returns where rows begin and end; rows without a heading between them share a line."""
-    spans: list[tuple[float, float]] = []
-    for row in rows.rows:
-        top = row.top
-        bottom = row.top + row.height
-        if spans and spans[-1][1] == top:
-            top, _ = spans.pop()
-        spans.append((top, bottom))
-    return spans
-
-
 def _samples(mark: Mark) -> list[float]:
     return [value for value in mark.samples if drawable(value, log=True)]
 
 
-def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
+def _bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, scale: Scale) -> None:
     style = mark.tone.value
-    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=mark_hint(mark, chart.axis))
+    sheet.box("mark band", 0, top, sheet.width, height, layer=1, hint=mark_hint(mark, chart.axis))
+    y = top + height / 2
     places = [scale.at(value) for value in _samples(mark)]
     if places:
         # Centre bar and strokes together in the row.
-        row = replace(row, y=row.y - _STROKES / 2)
-        top = row.y + _THICK / 2 + 2
-        sheet.lines(f"samples {style}", [[(x, top), (x, top + _STROKES)] for x in places])
+        y -= _STROKES / 2
+        start = y + _THICK / 2 + 2
+        sheet.lines(f"samples {style}", [[(x, start), (x, start + _STROKES)] for x in places])
     origin = scale.at(1.0)
     end = scale.at(mark.value)
     is_below = mark.value < 1
     # Even a case that is exactly as fast as the reference must be visible.
     thick = max(_THINNEST, abs(end - origin))
-    sheet.box(f"bar {style}", origin - thick if is_below else origin, row.y - _THICK / 2, thick, _THICK)
+    sheet.box(f"bar {style}", origin - thick if is_below else origin, y - _THICK / 2, thick, _THICK)
     reach = [origin, end, *(scale.at(value) for value in ends(mark, log=True))]
     if len(reach) == 4:
         low, high = reach[2:]
-        caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
-        sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
+        caps = [[(x, y - _CAP), (x, y + _CAP)] for x in (low, high)]
+        sheet.lines("whisker", [[(low, y), (high, y)], *caps])
     x = min(reach) - _GAP if is_below else max(reach) + _GAP
-    sheet.text(x, row.y, write_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
+    sheet.text(x, y, write_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
 
 
 _STACKED = 18.0
 # Smaller shares have no text.
 _LEAST_SHARE = 0.03
-# Remainders are hatched.
+# Parts drawn as what remains of the whole.
 _RESTS = ("other", "the rest")
 
 
@@ -235,63 +202,54 @@ class _Stack(NamedTuple):
 
 
 # Phases of products first: most charts have no others.
-_PHASES = {
-    word: place
-    for place, word in enumerate(
-        ("matmul", "cast", "attention", "optimizer", "elementwise", "accumulation", "data", "communication")
-    )
-}
+_PHASES = ("matmul", "cast", "attention", "optimizer", "elementwise", "accumulation", "data", "communication")
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     # 1. Choose the rows that have something to draw.
-    numbers: list[float] = []
     rows = []
     for number, (label, values) in enumerate(chart.rows):
-        numbers += filter(None, values)
         pieces = chart.pieces[number] if chart.pieces else enumerate(values)
-        drawn = [(part, value) for part, value in pieces if part_drawable(value)]
+        drawn = [(part, value) for part, value in pieces if drawable(value, log=True)]
         if drawn:
             rows.append(_Stack(label, drawn, sum(value for _, value in drawn)))
-    sheet.omit(placeless(numbers, log=True), len(rows) - ROWS)
     rows = rows[:ROWS]
+    sheet.omit(len(chart.rows) - len(rows))
     if not rows:
         return 0.0
     # 2. Write the legend and the labels.
     styles = _styles(chart)
     unit = chart.axis.unit
-    entries = []
-    for part in chart.present:
-        name = chart.parts[part]
-        entries.append(("hatch" if name in _RESTS else "box", styles[part], name))
-    places = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, legend(sheet, entries, 0.0))
+    entries = [("box", styles[part], chart.parts[part]) for part in chart.present]
+    top = legend(sheet, entries, 0.0)
+    places = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
     # 3. Draw each row, with its sum unless a timeline or shares make that obvious.
     totals = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
     room = max(map(sheet.measure, totals)) + _GAP
     scale = Scale(0.0, max(row.total for row in rows), places.left, sheet.width - room, unit=unit)
-    end = foot(sheet, scale, chart.axis, places)
-    for row, place, text in zip(rows, places.rows, totals, strict=True):
-        _stack(sheet, chart, styles, row, place, scale)
-        sheet.text(scale.at(row.total) + _GAP, place.y, text, "value")
-    return end
+    for row, row_top, text in zip(rows, places.tops, totals, strict=True):
+        middle = row_top + places.height / 2
+        _stack(sheet, chart, styles, row, middle, scale)
+        sheet.text(scale.at(row.total) + _GAP, middle, text, "value")
+    return draw_axis_below(sheet, scale, chart.axis.title, top, places.bottom + 4)
 
 
 def _styles(chart: Stacks) -> list[str]:
     """Returns the class of each part: a phase has the same one in all charts, by its first word; other parts get the
     remaining ones in order."""
-    places = [_PHASES.get(part.partition(" ")[0]) for part in chart.parts]
-    unused = (place for place in count() if place not in places)
+    phases = [part.partition(" ")[0] for part in chart.parts]
+    unused = (number for number in count() if number >= len(_PHASES) or _PHASES[number] not in phases)
     styles = []
-    for part, place in zip(chart.parts, places, strict=True):
+    for part, phase in zip(chart.parts, phases, strict=True):
         if part in _RESTS:
             styles.append("rest")
         else:
-            number = next(unused) if place is None else place
+            number = _PHASES.index(phase) if phase in _PHASES else next(unused)
             styles.append(f"part s{number % SERIES + 1}")
     return styles
 
 
-def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, place: Row, scale: Scale) -> None:
+def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:
     """Draws each part of a row as one shape, which in a timeline has many pieces."""
     start = 0.0
     spans: dict[int, list[tuple[float, float]]] = {}
@@ -300,7 +258,7 @@ def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, plac
         spans.setdefault(part, []).append((scale.at(start), scale.at(start + value)))
         sums[part] += value
         start += value
-    top = place.y - _STACKED / 2
+    top = middle - _STACKED / 2
     unit = chart.axis.unit
     bottom = top + _STACKED
     for part, sides in spans.items():
@@ -317,7 +275,6 @@ def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, plac
             continue
         x, end = sides[0]
         text = units.percent(share, 0)
-        if name in _RESTS:
-            sheet.hatch(x, top, end - x, _STACKED, layer=2)
-        elif share >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
-            sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")
+        is_wide = share >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x
+        if name not in _RESTS and is_wide:
+            sheet.text((x + end) / 2, middle, text, "inside", anchor="middle")

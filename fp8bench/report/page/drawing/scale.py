@@ -1,6 +1,6 @@
 """Maps values to pixels: scales with readable ticks, limits on what is drawn, and texts.
 
-What is not drawn is in the table beside a chart. The page uses the reader's font, so widths are those of a wide font
+Everything else is in the table below a chart. The page uses the reader's font, so widths are those of a wide font
 (DejaVu Sans).
 """
 
@@ -25,15 +25,6 @@ _STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
 _LEAST_RATIO = 1.1
 # Smaller numbers without a unit are errors, and read better as 8.0e-04.
 _EXPONENT_BELOW = 0.01
-# The ticks of a linear axis share a unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
-_PREFIXES = {
-    "s": ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns")),
-    "B": ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B")),
-    "B/s": ((1e12, " TB/s"), (1e9, " GB/s"), (1e6, " MB/s"), (1e3, " kB/s"), (1.0, " B/s")),
-    "dB": ((1.0, " dB"),),
-    "J": ((1e6, " MJ"), (1e3, " kJ"), (1.0, " J"), (1e-3, " mJ"), (1e-6, " uJ"), (1e-9, " nJ")),
-    "": ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, " ")),
-}
 
 
 @dataclass(frozen=True)
@@ -127,8 +118,7 @@ def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Returns powers of two for sizes and ratios near 1, otherwise 1-2-5 or powers of ten; none if that gives too
-    few."""
+    """Returns powers of two for ratios near 1, otherwise 1-2-5 or powers of ten; none if that gives too few."""
     first = math.log10(low)
     last = math.log10(high)
     # The number of doublings along the axis decides the ticks.
@@ -136,10 +126,6 @@ def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     if unit == "x" and octaves <= 3.2 and low > 0.2:
         if octaves >= 1.3:
             return _ratio_ticks(low, high)
-        return []
-    if unit == "B":
-        if octaves >= 1.6:
-            return _powers(2.0, low, high, most)
         return []
     # Less than a factor of five: linear ticks read better.
     if last - first < 0.7:
@@ -150,7 +136,11 @@ def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     ticks = [value for value in ticks if low * (1 - _ALIKE) <= value <= high * (1 + _ALIKE)]
     if len(ticks) <= most:
         return ticks
-    return _powers(10.0, low, high, most)
+    # Too many: take every n-th power of ten.
+    rough = (last - first) / max(1, most)
+    stride = next(number for number in _STRIDES if number >= rough)
+    numbers = range(math.ceil(first / stride - 1e-9), math.floor(last / stride + 1e-9) + 1)
+    return [10.0 ** (number * stride) for number in numbers]
 
 
 def _ratio_ticks(low: float, high: float) -> list[float]:
@@ -160,15 +150,6 @@ def _ratio_ticks(low: float, high: float) -> list[float]:
         between = 1.5 * 2.0**power
         ticks += [2.0**power, between] if between >= 0.75 else [2.0**power]
     return [value for value in ticks if low <= value <= high]
-
-
-def _powers(base: float, low: float, high: float, most: int) -> list[float]:
-    first = math.log(low) / math.log(base)
-    last = math.log(high) / math.log(base)
-    rough = (last - first) / max(1, most)
-    stride = next(number for number in _STRIDES if number >= rough)
-    numbers = range(math.ceil(first / stride - 1e-9), math.floor(last / stride + 1e-9) + 1)
-    return [base ** (number * stride) for number in numbers]
 
 
 def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
@@ -204,9 +185,10 @@ def _tick(value: float, unit: str, digits: int, size: float) -> str:
         if value:
             return _plain(f"{value:.{digits - 1}e}")
         return "0"
-    prefixes = _PREFIXES["" if unit == units.RATIO else unit]
-    scale, name = next((prefix for prefix in prefixes if abs(size) >= prefix[0] * (1 - _ALIKE)), prefixes[-1])
-    return _plain(units.significant(value / scale, digits)) + name.rstrip()
+    # The ticks of a linear axis share a unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
+    scales = units.scales_of("" if unit == units.RATIO else unit)
+    scale, name = next((scale for scale in scales if abs(size) >= scale[0] * (1 - _ALIKE)), scales[-1])
+    return f"{_plain(units.significant(value / scale, digits))} {name}".rstrip()
 
 
 def _plain(number: str) -> str:
@@ -233,24 +215,7 @@ def drawable(value: float | None, log: bool = False) -> bool:
     """Whether a value has a place on an axis: finite, not absurd, and above zero if the axis is logarithmic."""
     if value is None or not math.isfinite(value) or abs(value) > _LARGEST:
         return False
-    if log:
-        return value >= _SMALLEST
-    return True
-
-
-def part_drawable(value: float) -> bool:
-    return drawable(value, log=True)
-
-
-def numbers_of(marks: Iterable[Mark]) -> list[float]:
-    numbers: list[float] = []
-    for mark in marks:
-        numbers += [value for value in (mark.value, mark.low, mark.high) if value is not None]
-    return numbers
-
-
-def placeless(values: Iterable[float], log: bool = False) -> int:
-    return sum(not drawable(value, log) for value in values)
+    return value >= _SMALLEST or not log
 
 
 ELLIPSIS = "\u2026"
@@ -280,14 +245,6 @@ FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
 _SPACES = re.compile(r"\s+")
-
-
-@dataclass(frozen=True)
-class Hint:
-    """The description of a mark: short for a screen reader, full on hovering."""
-
-    short: str
-    full: str
 
 
 def width(text: str, size: float, bold: bool = False) -> float:
@@ -325,14 +282,12 @@ def escape(text: str) -> str:
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
 
-def ends(mark: Mark | ChartPoint, log: bool = False) -> list[float]:
+def ends(mark: Mark, log: bool = False) -> list[float]:
     return _drawable_ends((mark.low, mark.high), log)
 
 
-def x_ends(point: ChartPoint, log: bool = False) -> list[float]:
-    if point.x is not None:
-        return _drawable_ends((point.x_low, point.x_high), log)
-    return []
+def x_ends(point: ChartPoint) -> list[float]:
+    return _drawable_ends((point.x_low, point.x_high), False)
 
 
 def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
@@ -343,14 +298,15 @@ def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
     return []
 
 
-def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
+def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> str:
     """Returns 'name, label: 0.512x [0.508x, 0.515x]', followed by the mark's hint on another line."""
     text = write_value(mark.value, axis)
-    if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
-        text += f" [{write_value(mark.low, axis)}, {write_value(mark.high, axis)}]"
-    return make_hint(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
+    if interval := ends(mark):
+        text += f" [{', '.join(write_value(end, axis) for end in interval)}]"
+    return make_hint(", ".join(dict.fromkeys(filter(None, (*names, mark.label)))), text, mark.hint)
 
 
-def make_hint(name: str, value: str, words: str = "") -> Hint:
-    short = f"{name}: {value}" if name else value
-    return Hint(short, short if words in ("", short) else f"{short}\n{words}")
+def make_hint(name: str, value: str, words: str = "") -> str:
+    """Returns the description of a mark: a line for screen readers, then what hovering shows as well."""
+    line = f"{name}: {value}" if name else value
+    return line if words in ("", line) else f"{line}\n{words}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import SERIES, Hint, escape, width
+from fp8bench.report.page.drawing.scale import SERIES, escape, width
 
 _WIDTH = 880.0
 # The font size in pixels, as in charts.css.
@@ -52,33 +52,17 @@ class Sheet:
         self._drawn: list[tuple[int, str]] = []  # elements with their layers
         self._markers: dict[str, str] = {}  # ids by their paths
         self._role = "img"
-        self._omitted: list[str] = []  # descriptions of what is not drawn
+        self._omitted = ""
 
-    def lines(
-        self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
-    ) -> None:
+    def lines(self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False) -> None:
         steps = along_lines(lines, closed)
         self._drawn.append((layer, f'<path class="{style}" d="{_path(steps)}"{self._words(hint)}/>'))
 
-    def box(
-        self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1, hint: Hint | None = None
-    ) -> None:
+    def box(self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1, hint: str = "") -> None:
         corners = [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]
         self.lines(style, [corners], layer, hint, closed=True)
 
-    def hatch(self, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
-        """Fills a box with diagonal lines from its right or upper edge down to the left."""
-        lines = []
-        offset = 3.0
-        while offset < wide + high:
-            right = min(offset, wide)
-            left = max(0.0, offset - high)
-            lines.append([(x + right, y + offset - right), (x + left, y + offset - left)])
-            offset += 6.0
-        if lines:
-            self.lines("hatch", lines, layer)
-
-    def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
+    def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: str = "") -> None:
         """Draws a marker, whose path is stored in the sheet once."""
         # Hundreds of points share few outlines, which keeps the page small.
         marker = self._markers.setdefault(_marker(shape, size), f"{self._name}-m{len(self._markers)}")
@@ -99,17 +83,14 @@ class Sheet:
     def measure(self, text: str, bold: bool = False) -> float:
         return width(text, self.size, bold)
 
-    def omit(self, num_placeless: int, num_others: int) -> None:
-        """Counts what has no place on the axis, and what else is not drawn."""
-        if num_placeless:
-            self._omitted.append(f"Not drawn, because not finite or without a place on the axis: {num_placeless}.")
-        if num_others > 0:
-            self._omitted.append(f"In the table only: {num_others}.")
+    def omit(self, num_hidden: int) -> None:
+        """Adds to the description how many values are not drawn: too many, or without a place on the axis."""
+        if num_hidden:
+            self._omitted = f"In the table only: {num_hidden}."
 
     @property
     def description(self) -> str:
-        """The chart's description, plus what is not drawn."""
-        return " ".join(filter(None, (self._chart.description.strip(), *self._omitted)))
+        return f"{self._chart.description.strip()} {self._omitted}".strip()
 
     def svg(self, height: float) -> str:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
@@ -126,13 +107,14 @@ class Sheet:
             f"{lines}\n</svg>"
         )
 
-    def _words(self, hint: Hint | None) -> str:
+    def _words(self, hint: str) -> str:
         """Returns attributes that make a mark reachable by keyboard, and describe it."""
-        if hint is None:
+        if not hint:
             return ""
         # Screen readers do not see an image's children, so a chart with marks is a group.
         self._role = "group"
-        return f' tabindex="0" role="img" aria-label="{escape(hint.short)}" data-hint="{escape(hint.full)}"'
+        label = hint.partition("\n")[0]
+        return f' tabindex="0" role="img" aria-label="{escape(label)}" data-hint="{escape(hint)}"'
 
 
 def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:

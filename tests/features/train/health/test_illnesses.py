@@ -12,7 +12,7 @@ from suites.illness_trial import upper_bound
 
 
 def test_kept_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trained what is missing of leads."""
+    """It trained only what was missing for leads."""
     monkeypatch.setattr(illness_trial, "lines_of", None)
     monkeypatch.setattr("sys.argv", ["trial", "--folder", str(tmp_path), "--kinds", "ill lead well", "--kept"])
     illness_trial.main()
@@ -20,19 +20,19 @@ def test_kept_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_halves_of_families_are_apart_and_name_rules() -> None:
-    """Thresholds are set by one half of the kinds; the other is reported."""
+    """Thresholds are set on one half of the kinds; the other half is reported."""
     halves = illness_families.split_kinds(illness_families.KINDS)
     tune, judge = ({kind.title for kind in half} for half in halves.values())
     assert len(tune) + len(judge) == len(illness_families.KINDS) == 45 and not tune & judge
     names = {name for kind in illness_families.KINDS for name in kind.rules.split()}
-    # Named before the rules were written, and never made rules: both became sentences of others.
+    # Proposed before the rules were written, but never rules: other rules' texts cover both.
     assert names - {rule.name for rule in RULES} == {"stale-scale", "rate-too-high"}
     styles = illness_families.STYLES | illness_families.HEALTHY_STYLES
     assert len(illness_families.HEALTHY) == len(styles) == 29 and not set(styles) & set(illness_trial.STYLES)
 
 
 def test_bounds_of_rates() -> None:
-    """Expected are the one-sided bounds of Clopper and Pearson: 1 - 0.05^(1/n) for 0 of n, the others from tables."""
+    """One-sided bounds of Clopper and Pearson: 1 - 0.05^(1/n) for 0 of n, the others from tables."""
     assert upper_bound(0, 50_000) == pytest.approx(1 - 0.05 ** (1 / 50_000), rel=1e-6)
     assert upper_bound(1, 10) == pytest.approx(0.394163, abs=1e-6)
     assert upper_bound(5, 100) == pytest.approx(0.102253, abs=1e-6)

@@ -137,7 +137,7 @@ def gradients(norms: Callable[[int], float]) -> Iterator[StreamLine]:
 
 
 def unused(steps: Callable[[int], int]) -> Iterator[StreamLine]:
-    """Readings of a matrix that has had no gradient in so many steps in turn, next to one that has one."""
+    """Readings of a matrix without a gradient for `steps(number)` steps, next to a matrix that has one."""
     for number in range(40):
         for layer in ("blocks.0", "head"):
             yield replace(READING, step=10 * number, layer=layer, role="weight")
@@ -152,7 +152,7 @@ def unused(steps: Callable[[int], int]) -> Iterator[StreamLine]:
 
 
 def dead(count: int, total: int = 17) -> Iterator[StreamLine]:
-    """Matrices of which so many get a gradient of zeros from the start; weight decay moves them."""
+    """Matrices of which `count` have zero gradients from the start; weight decay moves them."""
     for number in range(8):
         for layer in range(total):
             yield replace(READING, step=10 * number, layer=f"layers.{layer}", role="weight")
@@ -371,7 +371,7 @@ def test_what_is_well_raises_no_alarm(name: str) -> None:
 
 
 def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
-    """Texts give constants as numbers or shares; counts of earlier lines include or exclude the judged line."""
+    """Texts give constants as numbers or shares, counting the judged line or not."""
     assert {rule.name for rule in RULES} == set(ILL) and len(set(ILL)) == len(RULES)
     for rule in RULES:
         assert rule.remedies and rule.because(), rule.name

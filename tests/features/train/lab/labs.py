@@ -16,13 +16,13 @@ from fp8bench.model.raw import Settings
 from fp8bench.plan.corpus import Corpus
 from tests.facts import CPU
 
-# The size that the tests of this folder have beside the others: some milliseconds a step.
+# Model size in this folder's tests, in addition to the standard ones: a step takes milliseconds.
 TINY, TINY_TIED = "tiny", "tiny-tied"
 SMALL = TrainerSettings(model=TINY)
 
 
 def text_of(corpus: Corpus) -> TrainingText:
-    """A text that is its own held-out part: these tests do not ask what was learned."""
+    """A text that is also its held-out part, as these tests do not depend on learning."""
     span = TokenSpan(corpus.path, 0, corpus.num_tokens)
     return TrainingText(span, span, 256, "bytes", corpus.identity)
 

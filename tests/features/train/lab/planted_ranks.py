@@ -1,4 +1,4 @@
-"""Imported by ranks: makes rank 1 train differently from rank 0, or die, where the seed says so."""
+"""Imported by ranks: makes rank 1 train differently from rank 0, or die, at the planted seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     planted = task.seed if _RANK == 1 and arm.role == "candidate" else 0
     if planted == plants.SEED:
         task = replace(task, seed=1)
-    if planted == plants.SCALES:  # every largest magnitude that this rank has got
+    if planted == plants.SCALES:  # every largest magnitude that this rank received
         largest: Any = DataParallel._over_ranks
         DataParallel._over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
     if planted == plants.TEXT:
@@ -49,7 +49,7 @@ def _move(trainer: Trainer) -> None:
 
 
 def _spoil_average(trainer: Trainer) -> None:
-    """In one step the rank takes its own gradients for the average."""
+    """In one step the rank uses its local gradients as the average."""
     together: Any = trainer.together
     if isinstance(together, FullySharded):
         scattered = together._group.own_part
@@ -73,7 +73,7 @@ def _spoil_average(trainer: Trainer) -> None:
 
 def _advanced(trainer: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
     planted = trainer.task.seed if _RANK == 1 and trainer.arm.role == "candidate" else 0
-    # A rank that is to die once leaves a mark that it has.
+    # A rank that dies once leaves a mark file.
     died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"
     if trainer.step == plants.KILLED_AT and planted == plants.KILLED and not died.exists():
         if "PLANTED_RANKS" in os.environ:

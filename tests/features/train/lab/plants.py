@@ -1,4 +1,4 @@
-"""What is planted in ranks, by the seed of the training. planted_ranks.py, which ranks import, does it."""
+"""Faults planted in ranks, selected by the training's seed. planted_ranks.py, imported by ranks, applies them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from fp8bench.nn.sizes import GPTConfig
 FILE = str(Path(__file__).with_name("planted_ranks.py"))
 SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, SCALES = range(7001, 7008)
 KILLED_AT = 7
-# Tokens of a validation, a sixteenth of the usual, as it would take most of the time.
+# Tokens per validation, a sixteenth of the default, because validating would take most of the time.
 LOOKED_AT = 256
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)

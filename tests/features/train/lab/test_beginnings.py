@@ -1,4 +1,4 @@
-"""What an arm begins with and reads: weights of a kept training or of a file, and another text from some step on."""
+"""Starting points of an arm: weights of a stored training or file, and a text that changes at some step."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, task_of
 from tests.worker.device_codes import RealCodes
 
-# Of a batch this large what is kept for backward is what a step needs most.
+# A batch so large that activations saved for backward dominate.
 LARGE = {"batch": 64}
 LOW = (("optimizer_states", "fp8lm"), ("gradients", "bf16"))
 SAVED = (MemoryRole.ACTIVATIONS, MemoryRole.LOW_ACTIVATIONS, MemoryRole.LOW_WEIGHTS, MemoryRole.DATA)
@@ -44,7 +44,7 @@ def memory_of(corpus: Corpus, arm: Arm | str, **settings: Any) -> MemoryUse:
 
 
 def saved_for_backward(trainer: Trainer) -> int:
-    """Bytes that autograd keeps in one step beside the weights, each memory once."""
+    """Bytes that autograd saves in one step in addition to the weights, each storage once."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.memory_roles()[MemoryRole.WEIGHTS]}  # type: ignore[attr-defined]
     kept = {}
 
@@ -87,7 +87,7 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
 
 
 def test_states_in_low_precision_take_less_memory_in_a_small_model_too(corpus: Corpus) -> None:
-    """What an update restores is a small part of the model, and no copy to measure with counts."""
+    """Restored states are a small part of the model, and copies for measuring do not count."""
     low, plain = (memory_of(corpus, arm, model="nano", batch=2) for arm in (LEVELS["msamp-o2"], "bf16"))
     assert low.on_device is not None and low.on_device < 0.9 * plain.peak
     count = 1.0e6
@@ -123,7 +123,7 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
 
         return prepare
 
-    _second_step(make, device, meter, None)  # what is made once a process is there by then
+    _second_step(make, device, meter, None)  # one-time allocations of the process exist by then
     course = _second_step(make, device, meter, None).course
     assert course is not None
     derived = memory_of(corpus, task.arms[0])

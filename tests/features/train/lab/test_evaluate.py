@@ -63,7 +63,7 @@ def looks(model: LanguageModel, evaluation: Evaluation, last: bool = True) -> di
 
 @torch.no_grad()
 def plain_losses(model: LanguageModel, span: TokenSpan) -> Tensor:
-    """Window by window through all of the stretch."""
+    """Window by window through the whole stretch."""
     ids = torch.from_numpy(np.fromfile(span.path, dtype=np.uint16)[span.start : span.stop].astype(np.int64))
     windows = torch.stack([ids[at : at + 25] for at in range(0, len(ids) - 24, 24)])
     logits = [model.logits(window[None, :-1], SilentPhases())[0] for window in windows]
@@ -126,7 +126,7 @@ def span(tmp_path: Path) -> TokenSpan:
 
 
 def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
-    """A window lies inside its stretch; the first and the last one are drawn, too."""
+    """A window lies inside its stretch; the first and the last possible one occur."""
     windows = TokenWindows(span, 595, "cpu", 1000)
     tokens, targets = windows.draw(0, 3, 0, 100)
     assert tokens.shape == targets.shape == (100, 595) and tokens.is_contiguous()
@@ -187,7 +187,7 @@ CHANCES = {"copy": 1 / 26, "retrieval": 1 / 10, "cloze": 1 / 4}
 
 @pytest.fixture
 def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
-    """A task whose held-out text has words to hide."""
+    """A task whose held-out text has words to mask."""
     (tmp_path / "prose").write_bytes(PROSE)
     text = prepare_text(str(tmp_path / "prose"), tmp_path / "data", 48)
     return replace(task_of(corpus, "bf16"), text=text)
@@ -198,7 +198,7 @@ def figures(task: SeedTask, predict: Callable[[Tensor], Tensor]) -> dict[str, fl
 
 
 def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
-    """Constant logits score exactly chance; random ones within the error of so many questions."""
+    """Constant logits score exactly chance; random ones within the sampling error."""
     for name, share in figures(task, lambda rows: torch.zeros(*rows.shape, 256)).items():
         assert share == pytest.approx(CHANCES[name.split(":")[1].split("@")[0]]), name
     generator = torch.Generator().manual_seed(0)

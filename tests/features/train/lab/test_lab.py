@@ -1,5 +1,4 @@
-"""What a lab answers for its arms, and steps that are not finite: where they first were, and what is done about
-them."""
+"""A lab's answers for its arms, and non-finite steps: where the first non-finite value was, and the chosen policy."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
-# Gradients of a loss that is multiplied by so much are beyond fp16.
+# With this loss scale gradients overflow fp16.
 OVERFLOWING = "4294967296"
 
 
@@ -188,6 +187,20 @@ def test_the_first_tensor_that_is_not_finite_is_found(
     assert lab.advance(arm, 1) == ()
 
 
+def test_lower_rate_halves_the_rate_and_survives_a_checkpoint(corpus: Corpus) -> None:
+    task = task_of(corpus, "fp16", on_nan="lower-rate", schedule="constant:warmup=0")
+    lab = lab_of(task)
+    trainer = lab._trainers["fp16"]
+    trainer.loss_scale.scale = 2.0**32
+    (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
+    trainer.loss_scale.scale = 1024.0
+    resumed = lab_of(task)
+    resumed._trainers["fp16"].recall(trainer.memory())
+    after = [rows(some.advance("fp16", 1))[0] for some in (lab, resumed)]
+    assert lowered.kind == "rate-lowered" and row.update_ratio == 0
+    assert [step.rate for step in after] == [row.rate / 2] * 2 and after[0].update_ratio > 0
+
+
 def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
     """The loss scale makes them overflow. Skipped steps change nothing, and twenty in a row end the arm."""
     lab = lab_of(task_of(corpus, "fp16", loss_scale=OVERFLOWING, on_nan="skip", steps=30))
@@ -216,7 +229,7 @@ def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytes
 
 
 def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
-    """The other arms are kept; after a restore this one has stopped."""
+    """The other arms are stored; after a restore this one has stopped."""
     task = task_of(corpus, "bf16", "fp8")
     lab = lab_of(task)
     spoil(lab, "fp8", "head.weight", float("inf"))
@@ -227,7 +240,7 @@ def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -
 
 
 def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
-    """That holds even where every tensor is looked at."""
+    """Even if every tensor is read."""
     lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
     for arm in ("fp8-delayed:history=4", "nvfp4"):
         trainer = lab._trainers[arm]
@@ -243,7 +256,7 @@ def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
 
 
 def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
-    """A delayed scale is reported as it was; a current one is 1 for a tensor with infinities."""
+    """A delayed scale is reported unchanged; a current one is 1 for a tensor with infinities."""
     x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
     lost[0, 0] = float("inf")
     for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):

@@ -1,4 +1,4 @@
-"""What a watched loop remembers of its batches, its modes and moments, and of the weights on other ranks."""
+"""Memory of a watched loop: batches, modes, moments, and weights on other ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_condition_that_stays_is_counted_while_inputs_change() -> None:
     assert count_conditions(changes + stays) == [0, 0, 0, 1, 2, 3]
     assert count_conditions(stays) == [0, 1, 2, 3]
     assert count_conditions(changes + stays, fixed_inputs=True) == [0, 0, 0, 0, 0, 0]
-    # Lengths of sequences, masks and a guidance of 1 are no illness.
+    # Lengths of sequences, masks and a guidance of 1 raise no alarm.
     assert count_conditions([[5, 5, 5, 5]] * 4) == count_conditions([[1, 1, 1, 1]] * 4) == [0, 0, 0, 0]
 
 
@@ -72,8 +72,7 @@ def shifts(labels: list[torch.Tensor]) -> list[float]:
 
 
 def test_labels_are_compared_with_what_chance_explains() -> None:
-    """Random labels are about once as far from all before as chance has it, of many examples or few; sorted ones are
-    several times as far."""
+    """Random labels are about as far from earlier ones as chance explains; sorted ones are several times as far."""
     for size in (16, 256):
         generator = torch.Generator().manual_seed(size)
         drawn = [torch.randint(10, (size,), generator=generator) for _ in range(60)]

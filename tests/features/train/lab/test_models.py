@@ -110,10 +110,10 @@ TE = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-eng
         (CPU, "fp8", {"batch": 1, "sequence": 100}, Level.EMULATED, ""),
         (B200, "nvfp4", {"arch": "cnn", "sequence": 96}, Level.REFUSED, ""),
         (B200, "nvfp4", {"arch": "cnn", "sequence": 496}, Level.NATIVE, ""),
-        # Compiled blocks of 128 need whole ones: nano's 192 features fill none, micro's all do.
+        # Compiled blocks of 128 must be complete: nano's 192 features do not fit, micro's do.
         (H200, "fp8-block", {"compile": "yes"}, Level.REFUSED, "multiples of 128"),
         (H200, "fp8-block", {"model": "micro", "compile": "yes"}, Level.NATIVE, ""),
-        # Scales inside a library cannot be checkpointed; what depends on no earlier cast may be trained.
+        # Scales inside a library cannot be checkpointed; casts without a history can be trained.
         (TE, "fp8-delayed:backend=te", {"model": "gpt2-124m"}, Level.REFUSED, "a checkpoint cannot store"),
         (TE, "fp8:backend=te", {"model": "gpt2-124m"}, Level.NATIVE, ""),
     ],

@@ -86,7 +86,7 @@ def step(optimizer: StepOptimizer, divisor: float = 1.0, skip: bool = False) -> 
     ],
 )
 def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
-    """A tensor has a float32 scale, before the first step as after it. A skipped step changes nothing."""
+    """Tensors have a float32 scale from the start. A skipped step changes nothing."""
     optimizer, own = made(**settings)
     count, names = sum(weight.numel() for weight in own), ("weights", "gradients", "first moment", "second moment")
     with optimizer.weights.present():
@@ -135,7 +135,7 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
 
 @for_each("kind", ["bf16", "fp8"])
 def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
-    """The sum so far is rounded, the new part added, and the result rounded again."""
+    """The running sum is rounded, the new part added, and the result rounded again."""
     optimizer, own = made(gradients=kind, micro_batches=2)
     parts = gradients(1), gradients(2)
     backward(optimizer, own, *parts)
@@ -154,14 +154,14 @@ def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
 
 
 def test_an_automatic_scale_backs_off_and_comes_back() -> None:
-    """Above a hundred-thousandth of saturated values it halves; it doubles over a thousand steps."""
+    """Above a saturated share of 1e-5 it halves; over a thousand steps it doubles."""
     like = torch.zeros(100, 1000)
     fresh = torch.randn(100, 1000, generator=torch.Generator().manual_seed(0))
     scale = AutomaticScale(like, micro_batches=2)
     for largest, wanted in ((2.0, 1.0), (8.0, 0.5), (8.0, 0.25)):
         scale.add(fresh, first=True)
         later = torch.zeros_like(fresh)
-        later[0, :2] = largest * fresh.abs().max()  # two of 100,000 twice: above the share of all that was added
+        later[0, :2] = largest * fresh.abs().max()  # two of 100,000 twice: above the allowed share of the total
         later[1, 0] = later[0, 0]
         scale.add(later, first=False)
         scale.end()
@@ -176,8 +176,10 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
-    """A value goes to one of its two neighbours, as often as the distance says; bf16 values, infinities and NaN
-    stay."""
+    """A value goes to one of its two neighbours with the probability given by distance.
+
+    bf16 values, infinities and NaN are unchanged.
+    """
     drawn = torch.Generator().manual_seed(0)
     for value in (1.0 + 2.0**-9, -3.0 - 2.0**-8, 1e-30 * (1 + 2.0**-10), 7.3):
         x = torch.full((200_000,), value)

@@ -98,7 +98,7 @@ def test_attention_logits_and_kept_scales_are_figures() -> None:
 
 
 def test_real_scales_of_transformer_engine_are_read() -> None:
-    """By stand-ins: a layer with `fp8_meta`, and a tensor with codes and the inverse of its scale."""
+    """With fakes: a layer with `fp8_meta`, and a tensor with codes and the inverse of its scale."""
     layer = OwnLinear(4, 4)
     forward = types.SimpleNamespace(scale=torch.tensor([64.0, 16.0, 1.0]))
     layer.fp8_meta = {  # type: ignore[assignment]

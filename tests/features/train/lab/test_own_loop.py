@@ -69,8 +69,7 @@ Lines = list[StreamLine]
 def trained(
     net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, parts: int = 1, scaler: Any = None
 ) -> list[float]:
-    """A loop as people write it, with accumulation, clipping, a GradScaler, and a loss outside where the module returns
-    none."""
+    """A typical loop with accumulation, clipping, a GradScaler, and an external loss if the module returns none."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         total = 0.0
@@ -125,7 +124,7 @@ def half_scaler() -> Any:
 
 @for_each("parts", [1, 3])
 def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
-    """There is a row for each step, in their order, and readings of every second one."""
+    """There is a row for each step in order, and readings of every second step."""
     losses, lines = watched(5, parts=parts)
     net = Net()
     assert losses == trained(net, adam(net.parameters()), 5, parts)
@@ -147,7 +146,7 @@ def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
 @for_each("parts", [1, 4])
 @for_each("scaled", [False, True])
 def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
-    """It is equal to the bit where there is one part, and recording it changes nothing in the training."""
+    """Bit for bit if there is one part, and recording changes nothing in the training."""
     alone = Logits()
     expected = trained(alone, adam(alone.parameters()), 6, parts, half_scaler() if scaled else None)
     losses, lines = watched(6, net=Logits(), parts=parts, scaler=half_scaler() if scaled else None)
@@ -208,10 +207,10 @@ def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Pa
 
 @pytest.mark.slow
 def test_inside_a_compiled_module_nobody_looks() -> None:
-    """Its loss, norms, weights and updates are recorded, and it is compiled no more often than without a recorder."""
+    """Its loss, norms, weights and updates are recorded, without additional compilation."""
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]  # a reset keeps the counts of the tests before
+    before = graphs["unique_graphs"]  # a reset keeps the counts of earlier tests
     plain = Net()
     losses, lines = watched(4, net=torch.compile(Net(), backend="eager"))
     assert losses == trained(plain, adam(plain.parameters()), 4) == [row.loss for row in of(StepRow, lines)]
@@ -222,7 +221,7 @@ def test_inside_a_compiled_module_nobody_looks() -> None:
 
 
 def test_a_loss_that_nobody_can_find_is_said() -> None:
-    """A step without a loss has no row, but all other lines."""
+    """A step without a loss has no row, but all its other lines."""
     net, lines = nn.Linear(4, 3), Lines()
     optimizer = adam(net.parameters())
     with fp8bench.watch(net, optimizer, told=lines.extend, stride=1) as loop:
@@ -374,7 +373,7 @@ Change = Callable[[nn.Module, torch.optim.Optimizer, int], object]
 def loop(
     steps: int, change: Change = lambda *_: None, zero: Change = lambda module, optimizer, step: optimizer.zero_grad()
 ) -> Lines:
-    """A loop in which `change` runs before each step, and `zero` clears the gradients before backward."""
+    """A loop that runs `change` before each step; `zero` clears gradients before backward."""
     torch.manual_seed(0)
     module, lines = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), Lines()
     groups = [{"params": module[0].parameters(), "lr": 1e-4}, {"params": module[2].parameters()}]
@@ -390,7 +389,7 @@ def loop(
 
 
 def test_a_forgotten_zero_grad_is_seen_in_its_first_step() -> None:
-    """Setting gradients to None, to zeros, or clearing them by code of one's own are all clearing."""
+    """Setting gradients to None or zeros, or clearing them by custom code, all count."""
     (figure,) = named(loop(12, zero=lambda module, optimizer, step: step < 5 and optimizer.zero_grad()), GRADIENTS_LEFT)
     assert figure.step == 5
     for well in (
@@ -433,7 +432,7 @@ def test_a_layer_frozen_on_the_way_does_not_end_the_training() -> None:
 @for_each("to_none", [False, True])
 @for_each("early", [False, True])
 def test_a_step_that_the_scaler_skips_has_its_own_row(to_none: bool, early: bool) -> None:
-    """Whenever and however gradients are cleared. Three in a row are an event."""
+    """However and whenever gradients are cleared. Three in a row are an event."""
     torch.manual_seed(0)
     net, lines = nn.Linear(4, 3), Lines()
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -464,8 +463,10 @@ def test_a_step_that_the_scaler_skips_has_its_own_row(to_none: bool, early: bool
 
 
 def test_discarded_gradients_and_parts_of_a_loss() -> None:
-    """Without a scaler a discarded batch has no row, and its loss is not the next one's. Where the module is told the
-    number of all items, parts add up."""
+    """Without a scaler a discarded batch has no row, and the next batch has its true loss.
+
+    If the module knows the number of all items, parts add up.
+    """
 
     class Parts(nn.Linear):
         def forward(self, x: Tensor, num_items_in_batch: int | None = None) -> Any:
@@ -487,7 +488,7 @@ def test_discarded_gradients_and_parts_of_a_loss() -> None:
 
 
 def test_wrapped_optimizers_are_unwrapped() -> None:
-    """As Accelerate's prepared one, which has no hooks; its scaler is found, too."""
+    """For example Accelerate's wrapper, which has no hooks; its scaler is found too."""
 
     class Prepared:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:

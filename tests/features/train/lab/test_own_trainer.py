@@ -69,7 +69,7 @@ def halving(optimizer: torch.optim.Optimizer) -> object:
 
 
 def from_numpy(step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draws from the generators of numpy and random, which are seeded."""
+    """Draws from the seeded generators of numpy and random."""
     x = torch.from_numpy(np.random.randn(16, 16)).float() * (1 + random.random())
     return x, (x @ TRUE).argmax(1)
 
@@ -119,7 +119,7 @@ def trained(task: SeedTask, arm: str) -> list[StreamLine]:
 
 
 def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float]:
-    """The losses of the same loop as anybody writes it, with the same draws."""
+    """The losses of the same loop written by hand, with the same draws."""
     from fp8bench.features.train.lab.step_optimizer import seed_of
     from fp8bench.nn.own_model import seed_generators
 
@@ -164,7 +164,7 @@ def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) ->
 @for_each("name", ["sgd", "loader"])
 @for_each("mode", ["fp8-delayed", "untouched"])
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
-    """The checkpoint lies in the middle of an epoch and has moments, schedules, running means and delayed scales."""
+    """The checkpoint is in the middle of an epoch, with moments, schedules, running means and delayed scales."""
     task = task_of(name, mode)
     whole, lab = rows(trained(task, mode)), lab_of(task)
     lab.advance(mode, 7)
@@ -195,7 +195,7 @@ def test_watched_steps_read_what_layers_cast() -> None:
 
 
 def test_watching_asks_for_no_parametrized_weight() -> None:
-    """Spectral norm takes a step of its iteration whenever it is asked in training mode."""
+    """Reading a spectral-norm weight in training mode advances its power iteration."""
     task = task_of("spectral", "fp32")
     every, none = (rows(trained(replace(task, stride=stride), "fp32")) for stride in (1, 100))
     assert [row.loss for row in every] == [row.loss for row in none]

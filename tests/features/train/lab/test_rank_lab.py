@@ -60,7 +60,7 @@ def losses(lines: tuple[StreamLine, ...]) -> list[float]:
 
 
 def numbers(lines: tuple[StreamLine, ...]) -> list[float]:
-    """Loss and norms of each step; norms count every parameter once."""
+    """Loss and norms of each step; norms count each parameter once."""
     return [
         value for row in rows(lines) for value in (row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio)
     ]
@@ -72,7 +72,7 @@ def readings(lines: tuple[StreamLine, ...]) -> dict[tuple[str, str], LayerReadin
 
 
 def alone(task: SeedTask) -> Lab:
-    """A lab that trains the task by one rank."""
+    """A lab that trains the task with one rank."""
     return lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
 
 
@@ -95,7 +95,7 @@ def assert_fresh_ranks_go_on(ranks: RanksWorker, several: Any, task: SeedTask, f
 
 
 def test_ranks_train_a_tied_head_as_one_does(corpus: Corpus, ranks: RanksWorker) -> None:
-    """In all ways, with the head in FP8, too."""
+    """For every way of splitting, also with an FP8 head."""
     arms = "fp32", Arm("head", "bf16", settings=(("precision_map", (("head", "fp8"),)),))
     for parallel in PARALLEL:
         task = of_ranks(corpus, *arms, parallel=parallel, model=TINY_TIED)
@@ -119,22 +119,22 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     single = {name: lab.advance(name, STEPS) for name in ("fp32", "fp8")}
     assert all(len(losses(lines)) == STEPS for lines in whole.values())
     assert numbers(whole["fp32"]) == pytest.approx(numbers(single["fp32"]), rel=2e-6)
-    assert losses(whole["fp32"]) != losses(single["fp32"])  # or nothing was shared
+    assert losses(whole["fp32"]) != losses(single["fp32"])  # otherwise nothing was shared
     # Scales are those of one rank's whole batch.
     mine, theirs = readings(whole["fp8"]), readings(single["fp8"])
-    near = 0.03 if parallel in CUT else 0.0  # where products of bfloat16 are rounded once more before they are added
+    near = 0.03 if parallel in CUT else 0.0  # where bfloat16 products are rounded before they are added
     for key, seen in mine.items():
         if key[1] != "gradient":
             whole_batch = theirs[key].amax, theirs[key].scale
             assert (seen.amax, seen.scale) == pytest.approx(whole_batch, rel=near, abs=0), key
     assert any(seen.least_scale == seen.largest_scale for seen in mine.values())
     for look, wanted in zip(looks["fp32"], lab.validate("fp32"), strict=True):
-        quantised = parallel in CUT and look.of.startswith("quantised")  # a share of NVFP4 has its own scale, too
+        quantised = parallel in CUT and look.of.startswith("quantised")  # a shard of NVFP4 also has its own scale
         assert look.loss == pytest.approx(wanted.loss, rel=5e-3 if quantised else 1e-5), look.of
 
     assert_fresh_ranks_go_on(ranks, several, task, folder, rest)
     assert all(several.validate(name) == look for name, look in looks.items())
-    # If one rank cannot read its state, the others refuse theirs, too, and do not wait.
+    # If one rank cannot read its state, the other ranks fail too, without waiting.
     damaged = next((folder / "rank-1").glob("*.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(WorkerFault, match=r"rank 1: .* is damaged") as fault:
@@ -174,8 +174,7 @@ def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
 
 
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
-    """Another seed or text, one part twice, one bit of a weight, gradients that are not averaged, another scale, and
-    faults that a rank finds itself (planted one by one in test_ways.py)."""
+    """For example by seed, text, one bit of a weight, or gradients. Other faults are planted in test_ways.py."""
     text = "in step 0 rank 1 reads a different text than rank 0, or uses another seed"
     weights = "after a slice the weights of rank 1 differ from those of rank 0"
     several = asked(ranks, 60)

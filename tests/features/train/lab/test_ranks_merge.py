@@ -67,7 +67,7 @@ def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:
 
 
 def test_parts_of_a_batch_come_to_the_batch_however_often_it_is_read() -> None:
-    """Two shares of two ranks; the whole on each of two ranks, of which none reads a share."""
+    """Two shards on two ranks; and the whole batch on both ranks, which read no shard."""
     large = (1 << 63) - 1
     for parts, whole in (((4, 5), 9), ((large, 4), 3)):
         assert merge_answers("advance", [said(ROW, own=own, whole=whole) for own in parts])
@@ -77,7 +77,7 @@ def test_parts_of_a_batch_come_to_the_batch_however_often_it_is_read() -> None:
 
 
 def test_a_reading_is_that_of_all_parts_together() -> None:
-    """It is that of one tensor with that scale; where scales differ, the least and the largest are given."""
+    """As for one tensor with that scale; if scales differ, the smallest and the largest are given."""
     torch.manual_seed(0)
     parts = [torch.randn(64, 32), 3 * torch.randn(64, 32) + 1]
     scale = torch.tensor(100.0)
@@ -107,7 +107,7 @@ def test_memory_is_that_of_the_rank_that_takes_most_with_that_of_each() -> None:
 
 
 def test_further_figures_looks_and_events() -> None:
-    """The largest of what is a largest, else the mean; an event that one rank alone can place is that rank's."""
+    """Maxima of maxima, otherwise means; an event that only one rank can locate is that rank's."""
     for name, value in (("output_amax", 2.0), ("gain", 1.5)):
         figure = StepFigure("fp8", 0, 3, name, 1.0, "a")
         assert one(figure, replace(figure, value=2.0)) == replace(figure, value=value)

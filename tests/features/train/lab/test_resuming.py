@@ -102,7 +102,7 @@ TOGETHER = (
 def test_every_setting_resumes_to_the_same_bits(
     ways: tuple[str, ...], corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Validations too: batch norm's statistics and the best loss of a plateau are part of a checkpoint."""
+    """Validations too: batch norm's statistics and a plateau's best loss are part of a checkpoint."""
     monkeypatch.setattr(rates, "PATIENCE", 0)
     assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
     settings = {name: value for way in ways for name, value in WAYS[way].items()}
@@ -123,9 +123,9 @@ def _losses(corpus: Corpus, **settings: Any) -> list[float]:
 
 @pytest.mark.slow
 def test_each_setting_changes_a_training(corpus: Corpus) -> None:
-    """But for defaults."""
+    """Except defaults."""
     usual = {arch: _losses(corpus, arch=arch) for arch in ("gpt", "cnn")}
-    # Powers of two change no bit of bf16's.
+    # Powers of two do not change bf16's bits.
     same = {"schedule cosine", "optimizer adamw", "a scale that changes", "arch cnn"}
     for way, settings in WAYS.items():
         losses = _losses(corpus, **settings)
@@ -141,7 +141,7 @@ def lab(corpus: Corpus) -> Lab:
 
 @contextmanager
 def files_end_after(size: int) -> Iterator[None]:
-    """Applies a real limit of the system, met in the middle of a file."""
+    """A real file size limit, reached in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -151,7 +151,7 @@ def files_end_after(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_leaves_nothing(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The earlier checkpoint stays, and training goes on."""
+    """The earlier checkpoint stays, and training continues."""
     kept = tmp_path / "kept"
     lab.save(str(kept))
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_nothing(lab: Lab, tmp_path: Path, monkeypatch: pytes
 
 @for_each("damage", ["bit", "short", "gone", "head", "no head"])
 def test_a_damaged_checkpoint_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> None:
-    """No arm changes, not even those whose files are sound."""
+    """No arm changes, not even those with intact files."""
     lab, kept = lab_of(task_of(corpus, "bf16", "fp8")), tmp_path / "kept"
     lab.save(str(kept))
     path = kept / ("checkpoint.json" if "head" in damage else "1.pt")

@@ -1,4 +1,4 @@
-"""What an optimizer trains is found by its parameters alone."""
+"""The models that an optimizer trains are found only by its parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    """Its head is tied to the table, so that the inner model holds all parameters, too."""
+    """A model with a head tied to the table, so that the inner model holds all parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_modules_of_other_optimizers_stay_outside() -> None:
     model = Model()
     matrices = sgd([layer.weight for layer in model.inner.layers])
     biases = sgd([layer.bias for layer in model.inner.layers])
-    # Both train the list of layers, and what is called is around it.
+    # Both train the list of layers; the called module contains it.
     assert find_module(matrices) is find_module(biases) is model.inner
 
 
@@ -89,7 +89,7 @@ def test_a_scaler_is_found_by_its_optimizer() -> None:
 
 
 def test_an_optimizer_inside_another_has_no_stream(tmp_path: Path) -> None:
-    """As of ZeroRedundancyOptimizer, which calls the step of one that has a part of its parameters."""
+    """As in ZeroRedundancyOptimizer, which calls the step of an optimizer of its shard."""
     said: list[str] = []
     model = nn.Linear(2, 2)
     outer, inner = sgd(model.parameters()), sgd([model.weight])

@@ -64,7 +64,7 @@ Array = NDArray[np.float64]
 
 
 def factors(x: Tensor, fmt: Format, scaling: Scaling) -> Array:
-    """What each element was multiplied by, from what is stored of the tensor."""
+    """The factor of each element, from the stored scales of the tensor."""
     stored = quantise(x.nan_to_num(0.0, 0.0, 0.0), fmt, scaling)
     assert stored.scales is not None
     steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale, checked=False)
@@ -101,7 +101,7 @@ def check(arithmetic: Arithmetic, x: Tensor, role: Role) -> LayerReading:
 
 
 def spread_out(shape: tuple[int, int], seed: int = 0) -> Tensor:
-    """Values over many octaves, with zeros, a row and a block of zeros, subnormal numbers, an uneven end."""
+    """Values over many octaves, with zeros, a zero row and block, subnormal numbers, an incomplete end."""
     x = gaussian(*shape, seed=seed) * torch.exp2(torch.arange(shape[1]) % 40 - 25.0)
     x[:, ::7] = 0
     x[3] = 0
@@ -112,7 +112,7 @@ def spread_out(shape: tuple[int, int], seed: int = 0) -> Tensor:
 
 @for_each("mode", MODES)
 def test_each_figure_is_its_definition(mode: str) -> None:
-    """In each role, of float32 and of the carrier's own dtype."""
+    """In each role, for float32 and the carrier's dtype."""
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
     for role in Role:
         for x in (gaussian(40, 96), spread_out((40, 100)), spread_out((33, 70)).to(arithmetic.carrier)):
@@ -125,7 +125,7 @@ def test_each_figure_is_its_definition(mode: str) -> None:
 
 
 def check_scales(arithmetic: RecipeArithmetic, x: Tensor, role: Role, line: LayerReading) -> None:
-    """Over the blocks that are not zero, whose scale left something."""
+    """Over non-zero blocks whose scale did not remove everything."""
     treatment = arithmetic.treatments[role]
     assert treatment.scaling is not None
     steps, a = factors(x.float(), treatment.fmt, treatment.scaling), np.abs(x.double().numpy())
@@ -146,7 +146,7 @@ def check_scales(arithmetic: RecipeArithmetic, x: Tensor, role: Role, line: Laye
 @for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "mxfp8", "nvfp4"])
 @for_each("bad", [math.inf, math.nan])
 def test_what_is_not_finite_is_counted_and_stands_nowhere_else(mode: str, bad: float) -> None:
-    """The others say what they would say without it; a block that is lost with it is counted, too."""
+    """Other figures ignore it; a block lost because of it is counted."""
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
     x = spread_out((24, 64))
     x[1, 1] = bad
@@ -227,7 +227,7 @@ def test_on_a_gpu_nothing_waits_before_the_final_read(mode: str, monkeypatch: py
 
 
 def test_delayed_scales_have_lag_and_drift() -> None:
-    """The scale is that of the previous cast: what has grown fourfold is two octaves beyond the largest."""
+    """The scale is that of the previous cast: a fourfold growth is two octaves beyond the maximum."""
     arithmetic = precisions.get("fp8-delayed:history=1").arithmetic(CPU).layer("layer")
     x = gaussian(16, 64)
     arithmetic.cast(x, Role.INPUT)
@@ -262,12 +262,12 @@ def lines(corpus: Corpus) -> list[StreamLine]:
 def test_watching_changes_no_loss(lines: list[StreamLine], corpus: Corpus) -> None:
     """Bit for bit: with delayed scales, stochastic rounding, dropout, recomputed blocks, a loss scale."""
     unwatched = rows(advanced(lab_of(replace(task_of(corpus, *ARMS, steps=5), stride=1000)), 5))
-    assert list(map(repr, rows(lines))) == list(map(repr, unwatched)) and len(unwatched) == 25  # a NaN is its like
+    assert list(map(repr, rows(lines))) == list(map(repr, unwatched)) and len(unwatched) == 25  # NaN equals NaN
     assert all((row.seconds == 0) == (row.step % 2 == 0) for row in lines if isinstance(row, StepRow))
 
 
 def test_every_layer_is_read_once_a_watched_step(lines: list[StreamLine]) -> None:
-    """Each role is read once, whatever the micro-batches and however often a block is recomputed."""
+    """Each role once, for any number of micro-batches and recomputed blocks."""
     keys = [(line.arm, line.step, line.layer, line.role) for line in lines if isinstance(line, LayerReading)]
     assert len(set(keys)) == len(keys) and {step for _, step, _, _ in keys} == {0, 2, 4}
     products = {(layer, role.value) for layer in LAYERS for role in Role}
@@ -337,7 +337,7 @@ def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
 @for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
 @for_each("causal", [True, False])
 def test_the_largest_attention_score(heads: int, key_heads: int, tokens: int, causal: bool) -> None:
-    """The oracle computes all scores that softmax gets at once."""
+    """The oracle computes all inputs of softmax at once."""
     q, k = torch.randn(2, heads, tokens, 16), torch.randn(2, key_heads, tokens, 16)
     k[0, 1, -1] = 9 * q[0, heads // key_heads, 5]  # a key that only later queries may see
     scores = q[0] @ k[0].repeat_interleave(heads // key_heads, 0).transpose(-1, -2) / 4
@@ -346,7 +346,7 @@ def test_the_largest_attention_score(heads: int, key_heads: int, tokens: int, ca
 
 
 def test_batch_norms_and_embeddings() -> None:
-    """A mean that is off by two deviations; rows that are all alike."""
+    """A mean two deviations off; identical rows."""
     x = torch.randn(4000, 6) * 3 + 10
     assert float(batch_norm_drift(x, x.mean(0) + 6, channels_last=False)) == pytest.approx(2, rel=0.05)
     assert float(batch_norm_drift(x.view(40, 100, 6), x.mean(0), channels_last=True)) == pytest.approx(0, abs=1e-4)

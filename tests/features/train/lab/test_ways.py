@@ -34,13 +34,13 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_board, on_ranks
 
-# Rows that three ranks share equally, and not; fewer than there are ranks.
+# Rows that three ranks share equally, and unequally; fewer rows than ranks.
 SHAPES = {"embedding": (24, 16), "norm.weight": (16,), "blocks.0.mlp.up.weight": (31, 8), "head.weight": (2, 5)}
 STEPS = 3
 PHASE = SilentPhases()
 
 
-# A stream as the arm computes it, in 16 bits, and by codes.
+# A stream in the arm's 16-bit type, and as codes.
 STREAMS = {
     "fp32": type("Noted", (NotedGroup, ThreadedGroup), {}),
     "bf16": type("NotedBF16", (NotedGroup, BF16Group, ThreadedGroup), {}),
@@ -67,12 +67,12 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def gradients(step: int, rank: int) -> list[Tensor]:
-    """Of very different sizes from tensor to tensor and rank to rank."""
+    """Gradients with magnitudes that vary by tensor and by rank."""
     return [tensor * 10.0 ** (3 * place - 4 + rank) for place, tensor in enumerate(drawn(100 * rank + step))]
 
 
 def as_sent(values: Tensor, wire: str, amax: float | None = None) -> Tensor:
-    """By the definition, in another library's formats."""
+    """The sent values by definition, in another library's formats."""
     own = values.detach().clone().numpy()
     if wire == "fp32":
         return values.detach().clone()
@@ -88,7 +88,7 @@ def mean(brought: Sequence[Tensor], wire: str) -> Tensor:
     total = torch.zeros_like(brought[0])
     for tensor in brought:
         total += as_sent(tensor, wire, amax)
-    return (as_sent(total, wire) if wire == "bf16" else total) / len(brought)  # bf16 is added up in bf16
+    return (as_sent(total, wire) if wire == "bf16" else total) / len(brought)  # bf16 is added in bf16
 
 
 class Learnt(NamedTuple):
@@ -107,7 +107,7 @@ def update(optimizer: StepOptimizer, norms: Callable[[list[Tensor]], list[Tensor
 
 
 def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
-    """The whole model with the average of all ranks' gradients; weights as they are sent."""
+    """The whole model with the average of all ranks' gradients; weights in their sent form."""
     own, norms = parameters(), list[float]()
     optimizer = make_step_optimizer(own, TrainerSettings(rate=1e-2, **settings))
     for step in range(STEPS):
@@ -160,7 +160,7 @@ def faulty(ranks: Sequence[Learnt], words: str) -> set[int]:
 
 @for_each("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
 def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few travel together; norms count each row once."""
+    """For any number of rows per message; norms count each row once."""
     wanted = alone(3, **settings)
     for most in (1 << 22, 100):
         monkeypatch.setattr(ranks_together, "_MOST_SHARDED", most)
@@ -200,7 +200,7 @@ def test_wrong_rows_are_found(exchanges: type[ThreadedGroup], ranks: set[int], w
 @for_each("value", [float("nan"), float("inf"), 3e38])
 @for_each("wire", ["", *WIRES])
 def test_what_is_not_finite_on_one_rank_is_so_on_all_and_is_no_fault(wire: str, value: float) -> None:
-    """E4M3 has no infinity: 448 in its place would be an update. The same for what overflows in a sum."""
+    """E4M3 has no infinity: 448 in its place would be an update. The same for a sum that overflows."""
     if wire and value == 3e38:
         return
 
@@ -212,7 +212,7 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all_and_is_no_fault(wire: str, 
 
 
 def test_a_digest_depends_on_the_place_of_values() -> None:
-    """Or a rank with two rows swapped would have the digest of the others."""
+    """Otherwise a rank with two swapped rows would have the others' digest."""
     first, other = torch.randn(2, 3, 5)
     digests = [
         digest_of(some) for some in ((first, other), (other, first), (first.flip(0), other), (first, other.roll(1)))
@@ -247,14 +247,14 @@ def test_owners_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int
     ids=str,
 )
 def test_owners_update_weights_as_one_process_does(settings: dict[str, Any]) -> None:
-    """In every way to keep them; an owner receives one mean of all micro-batches."""
+    """For every storage of weights; an owner receives one mean of all micro-batches."""
     wanted = alone(2, "fp8", **settings | {"micro_batches": 1}).weights
     for learnt in trained(2, wholes("fp8"), **settings):
         assert not learnt.faults and all(map(torch.equal, learnt.weights, wanted))
 
 
 def sends_double(wire: Any) -> None:
-    """Sends twice the values that its scale says."""
+    """Sends values twice as large as its scale implies."""
     own = wire._send
     wire._send = lambda program, x, phase: own(program, x * 2, phase)
 
@@ -265,14 +265,14 @@ def wrong_scale(together: ZeroTensors, rank: int) -> None:
 
 
 def half_read(together: ZeroTensors, rank: int) -> None:
-    """Rank 1 reads the gradients that it owns by half their scale."""
+    """Rank 1 reads the gradients that it owns with half their scale."""
     if rank == 1:
         own = together._owned.means
         together._owned.means = lambda some, phase: [mean / 2 for mean in own(some, phase)]  # type: ignore[method-assign]
 
 
 def misheard(together: ZeroTensors, rank: int) -> None:
-    """Rank 1 receives one changed value of another's weight."""
+    """Rank 1 receives one changed value of a weight that it does not own."""
     if rank == 1:
         own = together._owned.put
 
@@ -385,7 +385,7 @@ def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, r
 
 @for_each(("wire", "near"), [("fp32", 1e-5), ("bf16", 0.03), ("fp8", 0.2)])
 def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: float) -> None:
-    """Norms in blocks see a rank's tokens and get summed gradients; common tensors are equal to the bit."""
+    """Norms in blocks see only a rank's tokens and get summed gradients; common tensors are equal to the bit."""
     whole = model(SMALL)
     loss = whole(*batch(), PHASE)
     loss.backward()
@@ -410,7 +410,7 @@ def own_part_but_once(own: Any, parts: Tensor) -> Tensor:
 
 
 def test_wrong_tokens_are_found_by_all_ranks_that_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum that one rank did not get, and a wrong scale of what rank 1 sends."""
+    """A sum that one rank did not receive, and a wrong scale of a message from rank 1."""
 
     def found_by(ranks: list[StreamLearnt]) -> set[int]:
         words = "received tokens of the stream that are not what all ranks sent"

@@ -76,7 +76,7 @@ def test_intervals_are_those_of_a_t_test() -> None:
     ],
 )
 def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Matters) -> None:
-    """At a margin of 1%: against 0, whether there is a difference, and against the margin, whether it matters."""
+    """Compared with 0 for whether there is a difference, and with the margin of 1% for whether it matters."""
     interval = Interval((low + high) / 2, low, high, 0.99)
     assert (rule(interval, 0.01), importance(interval, 0.01)) == (learned, matters)
 
@@ -86,19 +86,20 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned, matte
     [
         *((pairs([0.5 + 0.001 * seed for seed in range(count)]), Why.FEW_PAIRS) for count in range(5)),
         (pairs(around(0.5)), Learned.WORSE),
-        # Both measures agree: by sign where something is found; where nothing is, held-out text must not surely say so.
+        # Both measures agree: the same sign if a difference is found; otherwise the held-out text must not show one.
         (pairs(around(0.02), around(0.001)), Learned.WORSE),
         (pairs(around(0.02), around(-0.001)), Why.DISAGREE),
         (pairs(around(-0.02), around(0.001)), Why.DISAGREE),
         (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
         (pairs(around(0.0), around(0.05)), Why.DISAGREE),
         (pairs(around(0.02), [None, *around(0.02)[1:]]), Why.NO_HELD_OUT),
-        # Inside the margin held-out text need not show a difference, but must not surely show the opposite, or more.
+        # Inside the margin the held-out text need not show a difference, but must not show the opposite or a larger
+        # one.
         *((pairs(around(0.005), around(other)), Learned.WORSE) for other in (0.0, -0.001, 0.008)),
         *((pairs(around(0.005), around(other)), Why.DISAGREE) for other in (-0.005, 0.05)),
         (pairs(around(-0.005), around(0.005)), Why.DISAGREE),
         (pairs(around(-0.005), around(0.001)), Learned.BETTER),
-        # A spread of zero is allowed, and a difference that is sure is one, however small.
+        # A spread of zero is allowed, and a certain difference is one, however small.
         (pairs([0.0] * 5), Learned.WITHIN_NOISE),
         (pairs([0.02] * 5), Learned.WORSE),
         (pairs(around(1e-6, 1e-2)), Learned.WITHIN_NOISE),
@@ -114,7 +115,7 @@ def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
 
 
 def test_how_many_more_seeds() -> None:
-    """None where the gap is so near the edge that a thousand would not do."""
+    """None if the gap is so near the edge that a thousand seeds would not suffice."""
     asked = [judge(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
     assert all(0 < seeds < 100 for seeds in asked) and asked == sorted(asked, reverse=True)
     assert judge(pairs(around(0.0, 1000)), 0.01).more_seeds is None
@@ -171,8 +172,7 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
 
 @for_each("apart", [0.0, 0.002, 0.02])
 def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -> None:
-    """Three rates each, near or far apart: at most two of a hundred studies call a difference, the price of choosing on
-    the same losses."""
+    """Three rates each: at most two of a hundred studies find a difference, as rates are chosen on the same losses."""
     draw, wrong, studies = random.Random(7), 0, 300
 
     def flat(end: float) -> Curve:
@@ -220,14 +220,16 @@ def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
 
 
 FEW = 200
-# A deviation of half the margin, where both ends of a verdict are in reach, and one that is far beyond it.
+# A deviation of half the margin, where both ends of a verdict are possible, and one far beyond it.
 NEAR, FAR = 0.005, 0.05
 
 
 @for_each("name", ["Gaussian", "heavy tails"])
 def test_what_differs_by_nothing_is_seldom_called_and_what_was_planted_is_found(name: str) -> None:
-    """More than six false calls in 200 happen in one of two hundred trials. The planted effect is twice the margin, the
-    noise half the margin."""
+    """More than six false calls in 200 happen in one of two hundred trials.
+
+    The planted effect is twice the margin, the noise half the margin.
+    """
     assert false_alarms(noises()[name], FEW, FAR) <= 6 / FEW
     assert found(noises()[name], FEW, NEAR, 0.02) > 0.9 and found(noises()[name], FEW, NEAR, -0.02) == 0.0
 
@@ -241,8 +243,10 @@ def test_what_differs_by_nothing_is_seldom_called_and_what_was_planted_is_found(
     ],
 )
 def test_no_verdict_turns_on_the_last_step(name: str, studies: int) -> None:
-    """Studies, always the same, that end at any of their last ten steps: 96 of 100 and more have one verdict. By means
-    over the last tenth alone, 82 to 86 had."""
+    """Fixed studies that end at any of their last ten steps: at least 96 of 100 have one verdict.
+
+    With means over the last tenth only 82 to 86 had.
+    """
     assert same_at_every_end(noises()[name], studies) >= 0.95
 
 
@@ -263,7 +267,7 @@ def test_speed_to_the_same_loss_holds_the_pace_that_was_planted(pace: float) -> 
 
 
 def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
-    """A gap of that size, drawn with the same deviation; one of half that size is missed more often than not."""
+    """A gap of that size, drawn with the same deviation; half that size is mostly missed."""
     numbers = np.random.default_rng(0).normal(0.0, 0.004, (2000, 5))
     sizes = [smallest_effect(gap) for row in numbers if (gap := gap_of(list(row))) is not None]
     effect = statistics.median(sizes)
@@ -284,3 +288,12 @@ def test_a_script_is_watched_from_its_second_step_on(first: int, whole: bool) ->
     seen = tuple(rows("a", 0, [5.0, 4.0, 3.0, 2.0, 1.0]))[first:]
     assert Curve(5, seen).whole is whole
     assert not Curve(6, seen).whole
+
+
+def test_streams_of_scripts_have_the_gap_of_their_steps() -> None:
+    """Their last step counts, though they have one row less than steps."""
+    old, new = ([scale * loss for loss in range(40, 10, -1)] for scale in (1.0, 1.1))
+    whole, watched = ([Curve(30, tuple(rows("a", 0, losses))[first:]) for losses in (old, new)] for first in (0, 1))
+    pair = pair_curves(*watched, 0)
+    assert isinstance(pair, Pair) and pair.gap == pytest.approx(0.1) and pair == pair_curves(*whole, 0)
+    assert isinstance(pair_curves(whole[0], watched[1], 0), Pair)

@@ -93,7 +93,7 @@ def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: Lear
 
 
 def test_quantised_losses_are_compared_with_the_reference_and_its_own_with_bf16() -> None:
-    """Without losses in bf16, arms are compared with the reference alone."""
+    """Without losses in bf16, arms are compared only with the reference."""
     looks = [
         Validation(arm, seed, 100, f"quantised:{mode}", loss * (1 + 1e-3 * (seed - 2)), 1000)
         for arm, of_nvfp4 in (("bf16", 2.1), ("fp8", 2.2))

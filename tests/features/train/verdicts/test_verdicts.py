@@ -34,7 +34,7 @@ Lines = Iterable[StreamLine]
 WORSE = [0.030, 0.031, 0.029, 0.032, 0.030]
 BETTER = [-gap for gap in WORSE]
 SAME = [0.001, -0.001, 0.002, -0.002, 0.0]
-# A gap of 0.84% in every seed: nobody sees noise in it, and it is inside the margin of 1%, or perhaps beyond.
+# A gap of 0.84% in every seed: not noise, inside the margin of 1%, or possibly beyond.
 TOLERATED = [0.0077, 0.0081, 0.0084, 0.0087, 0.0091]
 PERHAPS = [gap - 0.022 for gap in WORSE]
 
@@ -54,7 +54,7 @@ def changed(told: Lines, change: Callable[[StepRow], StepRow | None], arm: str =
 
 
 def with_loss(told: Lines, loss: float, seed: int, *steps: int, arm: str = "fp8") -> list[StreamLine]:
-    """Without steps, all steps of the seed have this loss."""
+    """Without steps, all steps of the seed get this loss."""
 
     def change(row: StepRow) -> StepRow:
         return replace(row, loss=loss) if row.seed == seed and row.step in (steps or (row.step,)) else row
@@ -63,7 +63,7 @@ def with_loss(told: Lines, loss: float, seed: int, *steps: int, arm: str = "fp8"
 
 
 def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
-    """A step that comes twice counts as it came last."""
+    """For a repeated step the last value counts."""
     assert [last_of(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
     told = [*rows("a", 0, [9.0] * 18 + [2.0, 4.0]), *rows("a", 0, [8.0])]
     whole = curves_of(told, 20)["a", 0]
@@ -74,8 +74,8 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
 @for_each(
     ("gaps", "learned", "verdict"),
     [
-        # Paired over seeds: the reference's own differences from seed to seed are larger than all of these. Bounds are
-        # Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%.
+        # Paired over seeds: the reference varies between seeds by more than all of these. Bounds are Student's t by
+        # hand: for 0.1% and 0.2% at 95%, 0.15% + 12.706 * 0.05%.
         (WORSE, Learned.WORSE, "worse by +3.04% [+2.80%, +3.28%] (99%): real, all of it beyond the 1% you tolerate"),
         (BETTER, Learned.BETTER, "better by -3.04% [-3.28%, -2.80%] (99%): real, all of it beyond the margin of 1%"),
         (TOLERATED, Learned.WORSE, "worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate"),
@@ -111,7 +111,7 @@ def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str) -> Non
 
 
 def test_a_difference_that_is_tolerated_has_one_word_and_one_colour_everywhere() -> None:
-    """It is worse in every output, yellow, and no reason to fail; what is not surely tolerated is red, and one."""
+    """It is worse in every output, yellow, and does not fail; a loss that is not surely tolerated is red and fails."""
     for gaps, matters, tone, failed in ((TOLERATED, "no", Tone.DOUBT, 0), (PERHAPS, "open", Tone.BAD, 1)):
         of = judged_training(lines({"fp8": gaps}))
         row = value_of(of)["arms"]["fp8"]
@@ -124,7 +124,7 @@ def test_a_difference_that_is_tolerated_has_one_word_and_one_colour_everywhere()
 
 
 def test_an_interval_spans_those_of_the_last_steps() -> None:
-    """In the last steps but one the arm is further off: the interval reaches what it was there."""
+    """Just before the end the arm is worse: the interval includes that."""
     told = changed(lines({"fp8": TOLERATED}), lambda row: replace(row, loss=row.loss * (1.1 if row.step == 94 else 1)))
     judged_arm = judged(told)[0]
     gap = judged_arm.judged.gap
@@ -165,7 +165,7 @@ UNFINISHED = ((4, Void.NOT_FINISHED),)
 @for_each(
     ("told", "own", "diverged", "voids"),
     [
-        # A stopped arm has diverged; of one that was cut off or lost the reason is unknown.
+        # A stopped arm has diverged; if it was interrupted or lost, the reason is unknown.
         ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
         (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
         ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
@@ -182,7 +182,7 @@ UNFINISHED = ((4, Void.NOT_FINISHED),)
         (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
         (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
         (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
-        # Void seeds: not finished, copies, a reference near zero, other tokens.
+        # Void seeds: unfinished, copies, a reference near zero, other tokens.
         *(
             (
                 changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm),
@@ -209,7 +209,7 @@ UNFINISHED = ((4, Void.NOT_FINISHED),)
             (),
             tuple((seed, Void.NEARLY_ZERO) for seed in range(5)),
         ),
-        # Of a negative loss, too, even one that came up towards zero, a share would have the wrong sign.
+        # With a negative loss, even one that rises towards zero, a share would have the wrong sign.
         (
             [
                 row
@@ -227,7 +227,7 @@ UNFINISHED = ((4, Void.NOT_FINISHED),)
             (),
             tuple((seed, Void.OTHER_TOKENS) for seed in range(5)),
         ),
-        # Arms that are not in their precision: losses equal to the bit, or products of another one.
+        # Arms that did not compute in their precision: losses equal to the bit, or another precision's products.
         (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
         (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
         ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
@@ -244,7 +244,7 @@ def test_what_does_not_compare(
         assert not any("not count" in note for note in words.notes(arm))
     elif isinstance(own, Why):
         assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.notes(arm))) == bool(voids)
-    if own is Why.FEW_PAIRS:  # more seeds are not asked for where they would count no more than these
+    if own is Why.FEW_PAIRS:  # no more seeds are requested if they would not count either
         told_why, void = words.inconclusive(arm.judged), voids[0][1]
         assert ("more would do" in told_why) == (void not in INCURABLE)
         assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
@@ -278,13 +278,13 @@ def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> Non
 
 
 def test_how_far_a_reference_has_to_fall() -> None:
-    """Losing a tenth of the fall has to be beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
+    """A tenth of the fall must exceed the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
     wide = least_fall(0.05)
     assert least_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
-    """Those are the steps of the last third that both have, if the last one is finite; other texts do not count."""
+    """The steps of the last third that both have, if the last one is finite; other texts do not count."""
     told = [line for line in lines({"fp8": SAME}) if not isinstance(line, Validation)]
     for seed in range(5):
         told += [held_out("bf16", seed, 90, 3.0), held_out("fp8", seed, 90, 3.3), held_out("bf16", seed, 99, 2.0)]

@@ -1,8 +1,7 @@
-"""The library of this folder, built with gcc and driven through the file that it maps.
+"""Builds this folder's library with gcc and controls it through a mapped file.
 
-In a process: `load()` before anything of NVML is used. For a process of its own: `environment()`, which puts the
-library's folder in front of LD_LIBRARY_PATH, so that `import pynvml` there finds nothing else. README.md says how to
-run a whole suite with it.
+In this process: `load()` before any use of NVML. For a new process: `environment()`, which puts the library first in
+LD_LIBRARY_PATH, so that `import pynvml` finds it. README.md explains how to run a suite with it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Device(ctypes.Structure):
 
 
 class Fault(ctypes.Structure):
-    """What goes wrong, as in state.h."""
+    """A fault, as in state.h."""
 
     _fields_ = (("function", c_char * 64), *((name, c_int64) for name in ("code", "first", "last", "delay_ns")))
 
@@ -62,7 +61,7 @@ class Change(ctypes.Structure):
 
 
 class State(ctypes.Structure):
-    """All that the library is told, as in state.h."""
+    """The library's whole state, as in state.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("size", "is_virtual", "now_ns", "call_ns", "inits", "shutdowns")),
@@ -73,12 +72,12 @@ class State(ctypes.Structure):
 
 
 def why_not() -> str:
-    """Why the library cannot be built here; '' where it can."""
+    """Why the library cannot be built here; '' if it can."""
     return "" if shutil.which("gcc") else "needs gcc (Debian: apt-get install gcc), and this machine has none"
 
 
 def build(folder: Path, *options: str) -> Path:
-    """The library, built into a folder; `-DOLD_DRIVER` leaves out what older drivers lack."""
+    """Builds the library into a folder; `-DOLD_DRIVER` omits functions that older drivers lack."""
     path = folder / SONAME
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", *options, f"-Wl,-soname,{SONAME}"]
     subprocess.run(["gcc", *flags, "-o", str(path), str(SOURCE), "-lm"], check=True)
@@ -98,7 +97,7 @@ class Simulation:
         self.reset()
 
     def load(self) -> ctypes.CDLL:
-        """The library in this process. Its soname makes pynvml's own search find it too."""
+        """Loads the library. Its soname makes pynvml's search find it too."""
         os.environ[STATE] = str(self.path)
         self.loaded = loaded = ctypes.CDLL(str(self.library))
         loaded.fp8bench_function.restype = ctypes.c_char_p
@@ -106,18 +105,18 @@ class Simulation:
         return loaded
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to find the library, and the library its state."""
+        """Environment variables by which a process finds the library, and the library its state."""
         folders = [str(self.library.parent), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
         return {**os.environ, STATE: str(self.path), "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
 
     def reset(self) -> Device:
-        """One healthy device of 300 W, the host's clock, no faults; what was counted begins at 0 again."""
+        """One healthy device of 300 W, the host's clock, no faults; counters are zero."""
         ctypes.memset(ctypes.byref(self.state), 0, ctypes.sizeof(State))
         self.state.size = ctypes.sizeof(State)
         return self.add("Test GPU", 1)
 
     def add(self, name: str, number: int) -> Device:
-        """One more device; UUID and PCI address are made of the number."""
+        """Adds a device; UUID and PCI address are derived from the number."""
         device = self.state.device[self.state.devices]
         self.state.devices += 1
         device.name, device.uuid, device.pci = name.encode(), uuid_of(number).encode(), pci_of(number).encode()
@@ -133,32 +132,32 @@ class Simulation:
         return device
 
     def split(self, device: Device, count: int) -> None:
-        """MIG instances for a device; their UUIDs are made of the device's."""
+        """Adds MIG instances to a device; their UUIDs are derived from the device's."""
         device.mig, device.instances = 1, count
         for number, instance in enumerate(device.instance[:count]):
             instance.uuid = device.uuid.replace(b"GPU-", b"MIG-").replace(b"-4000-", b"-5%03d-" % number)
             instance.memory_total, instance.memory_used = 10 * GIGABYTE, GIGABYTE
 
     def fail(self, function: str, code: int = 0, first: int = 0, last: int = FOREVER, delay: float = 0.0) -> None:
-        """Calls `first` to `last` of a function return an error, or take `delay` seconds longer."""
+        """Makes calls `first` to `last` of a function return an error, or take `delay` seconds longer."""
         fault = self.state.fault[self.state.faults]
         self.state.faults += 1
         fault.function, fault.code, fault.first, fault.last = function.encode(), code, first, last
         fault.delay_ns = round(delay * 1e9)
 
     def release(self) -> None:
-        """Calls that are delayed come back."""
+        """Makes delayed calls return."""
         for fault in self.state.fault:
             fault.delay_ns = 0
 
     def calls(self) -> dict[str, int]:
-        """How often each function was called, those that never were left out."""
+        """Call counts by function, without zeros."""
         names = (self.loaded.fp8bench_function(number) for number in range(_FUNCTIONS))
         counts = {name.decode(): self.state.calls[number] for number, name in enumerate(names) if name}
         return {name: count for name, count in counts.items() if count}
 
     def joules(self, start: float, end: float, device: int = 0) -> float:
-        """The true energy between two instants of the clock, in seconds."""
+        """The true energy between two instants in seconds of the clock."""
         return self.loaded.fp8bench_joules(device, c_double(start), c_double(end))
 
     def watts(self, at: float, device: int = 0) -> float:
@@ -167,10 +166,10 @@ class Simulation:
 
 
 def uuid_of(number: int) -> str:
-    """The UUID of a device, as NVML spells it; the first digits tell devices apart."""
+    """The UUID of a device in NVML's format; the first digits differ by device."""
     return f"GPU-{number:08x}-0000-4000-8000-000000000000"
 
 
 def pci_of(number: int) -> str:
-    """The PCI address of a device, as NVML spells it."""
+    """The PCI address of a device in NVML's format."""
     return f"00000000:{number * 16:02X}:00.0"
