@@ -112,7 +112,6 @@ def train(
     make: a function that returns a model of your own with its batches, or 'module:function'
     seed: the first seed; default 0
     isolation: False: train in this process, without a worker
-    attention: rounded: attention's products in the arm's precision as well; prescaled: queries first; default auto
     """
     name = make if isinstance(make, str) else name_of_maker(make)
     # A worker cannot import a function that only this process has.
