@@ -110,6 +110,8 @@ def train(
     events of a step are lines. `training.results` are the rows of --csv as a pandas frame.
 
     make: a function that returns a model of your own with its batches, or 'module:function'
+    seed: the first seed; default 0
+    isolation: False: train in this process, without a worker
     """
     name = make if isinstance(make, str) else name_of_maker(make)
     # A worker cannot import a function that only this process has.

@@ -358,7 +358,7 @@ class TrainerSettings:
         "auto",
         ("auto", "rounded", "prescaled"),
         "rounded: attention's products in the arm's precision as well; prescaled: queries first; default {default}",
-        "",
+        WHAT,
     )
     on_nan: str = _choice(
         "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"

@@ -28,7 +28,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import HELD_OUT, Why
+from fp8bench.features.train.verdicts.curves import HELD_OUT, LEAST_PAIRS, Learned, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, score_parts, tone_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
@@ -56,6 +56,10 @@ def page_of(judged: JudgedTraining) -> Page:
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
     spent = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
+    shown = {arm.judged.learned for arm in verdicts.arms} & {Learned.WORSE, Learned.BETTER, Learned.DIVERGED}
+    is_enough = training.request.seeds >= LEAST_PAIRS
+    if training.request.settings.model == "nano" and hint and is_enough and not shown:
+        hint += ". In nano no recipe from fp8 to nvfp4 has been shown to differ (docs/train.md)"
     part = short_answer(
         f"{title_of(training, settings_of(training.request))} on {describe_devices([training.device])}: {spent}",
         f"Does it learn as well as {verdicts.reference}?",

@@ -38,8 +38,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stream", type=types.path, metavar="FILE", help=words)
     words = "one step in every N is watched in full; default 10"
     parser.add_argument("--stride", type=types.whole(whole_number(1)), default=10, metavar="N", help=words)
-    words = "tokens of a step, for tokens per second"
-    parser.add_argument("--tokens", type=types.whole(whole_number(1)), default=0, metavar="N", help=words)
     words = "what the script trains in: layers that only cast inside are measured in its recipe; default fp32"
     parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=words)
     words = "run watched steps of compiled modules without compilation, to see inside; their numbers differ slightly"
@@ -61,7 +59,6 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
         raise UsageError(f"there is no file {path}. Give the script first, then its arguments.")
     options = {
         "stride": arguments.stride,
-        "tokens": arguments.tokens,
         "eager": arguments.eager,
         "precision": precisions.canonical(arguments.precision),
         "on_alarm": arguments.on_alarm,

@@ -58,7 +58,7 @@ def test_sizes_are_a_table_a_page_and_rows() -> None:
     sizes, _ = sizes_of(0.002)
     text = " ".join(render(page_of(sizes)).split())
     assert text.index("nano") < text.index("micro") < text.index("gpt2-124m 124")
-    assert "does not hold for models beyond 124 M parameters" in text and "worse by" in text
+    assert "does not extend to models beyond 124 M parameters" in text and "worse by" in text
     assert [row["model"] for row in rows_of(sizes)[1]] == [*MODELS, "ten times the parameters"]
     assert rows_of(Sizes((), "none")) == (("arm", "model"), [])
 

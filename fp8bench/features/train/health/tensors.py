@@ -272,6 +272,32 @@ class FigureRule(HealthRule[StepFigure]):
         raise NotImplementedError
 
 
+class KeptScale(FigureRule):
+    """Scales that layers keep follow their tensors, by an octave or two between readings, those of gradients by six."""
+
+    name = "kept-scale-jumps"
+    figures = ("kept_scale",)
+    keep = 7
+    fewest = 4
+    far = 4.0
+    gradients = 8.0
+    alarms_at = (
+        f"{far:g} octaves from the median of {fewest} to 6 readings of a buffer, of gradients {gradients:g}, and 2 "
+        "beyond all of them"
+    )
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.SHORTER_HISTORY)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        now, earlier = octaves(line.value), known_octaves(list(last)[:-1])
+        if now is None or len(earlier) < self.fewest:
+            return ""
+        moved = now - median(earlier)
+        limit = self.gradients if "grad" in line.layer else self.far
+        if abs(moved) < limit or min(abs(now - old) for old in earlier) < 2:
+            return ""
+        return f"{line.layer}, which a layer keeps, moved by {moved:+.1f} octaves to {line.value:.3g}"
+
+
 # Spreads of a table, each with the loss at the time.
 Spreads = deque[tuple[float, float]]
 

@@ -229,7 +229,7 @@ def hardware_of_arm(task: SeedTask) -> Hardware:
     hardware = hardware_for(((mode, mode) for mode in modes), task.facts)
     reason = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
     if settings.attention != "auto":
-        reason = f"attention={settings.attention} rounds values that no fused kernel stores"
+        reason = f"--attention {settings.attention} rounds values that no fused kernel stores"
     return replace(hardware, why=hardware.why or reason) if hardware.arithmetics else hardware
 
 

@@ -98,7 +98,7 @@ def check(settings: TrainerSettings) -> None:
         ),
         (
             settings.attention != "auto" and (not attends or compiled),
-            f"attention={settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto.",
+            f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto.",
         ),
         (
             parse_optimizer(settings.optimizer)[0] == "adafactor" and settings.optimizer_states != "fp32",
@@ -269,7 +269,7 @@ def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFa
     unlike = (
         (
             settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
-            settings.attention != "auto" and f"attention={settings.attention}",
+            settings.attention != "auto" and f"--attention {settings.attention}",
             settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
             not settings.make and _around(settings) and "--precision-map for operations around products",
         )

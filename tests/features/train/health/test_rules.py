@@ -188,6 +188,7 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "tensor-not-finite": (lambda: readings(5, not_finite=lambda number: 1e-6 if number == 4 else 0.0), 40),
     "embedding-collapse": (lambda: figures("embedding_spread", (1.0, 1.5, 1.2, 1.1, 1.0)), 30),
     "attention-score-overflow": (lambda: figures("attention_score", (3.0, 20.0, 90.0)), 20),
+    "kept-scale-jumps": (lambda: figures("kept_scale", (100.0, 90.0, 0.0, 120.0, 110.0, 6400.0)), 50),
     "batch-norm-drift": (lambda: figures("batch_norm_drift", (3, 3, 2, 1, 0.1, 0.1, 2, 3, 4, 5)), 80),
     "loss-gap": (lambda: gap(0.04), 49),
     "weights-behind": (lambda: readings(15, "weight", signal_to_noise=lambda number: 32 - max(0, number - 5)), 90),
@@ -280,6 +281,7 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
     "a warm-up with a hard batch":
         lambda: rows(80, rate=lambda step: 1e-4 * (step + 1),
                      loss=lambda step: wavering(3.6 if step in (50, 51, 52) else 4 - step / 40, step)),
+    "kept scales that follow": lambda: figures("kept_scale", (0.0, 1.0, 4.0, 2.0, 8.0, 16.0, 30.0, 100.0)),
     "gains that are learned": lambda: figures("gain", (0.0, 0.1, 0.5, 0.9)),
     "a layer whose group is slow":
         lambda: (StepFigure("bf16", 0, 0, "rate_share", 0.02, "blocks.0"), *updates(lambda number: 0.02)),

@@ -140,7 +140,7 @@ def test_a_map_counts_and_so_does_what_stands_around_products(corpus: Corpus) ->
     ("arm", "settings", "why"),
     [
         ("fp8", {"arch": "cnn"}, "torch has no convolution in small formats"),
-        ("fp8", {"attention": "rounded"}, "attention=rounded rounds values"),
+        ("fp8", {"attention": "rounded"}, "--attention rounded rounds values"),
         ("mxfp6", {}, "no library here has a product"),
     ],
 )
