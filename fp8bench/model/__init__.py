@@ -1,7 +1,7 @@
-"""Frozen values: what is asked, what will run, what was measured.
+"""Frozen values of requests, plans and results.
 
-Units: seconds, bytes, joules; integer nanoseconds in raw clock samples, where the name says so. Nothing here knows
-torch, files or text.
+Units: seconds, bytes, joules; integer nanoseconds in raw clock samples, where the name ends in ns. This room does not
+know torch, files or text.
 """
 
 from fp8bench.model.consumed import (

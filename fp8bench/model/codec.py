@@ -27,7 +27,7 @@ from fp8bench.errors import UsageError
 SCHEMA = 1
 _INTEGERS = {int}
 _LISTS = {list}
-# Types whose values repeat in every run of a suite: so many values of each are remembered.
+# Types whose values repeat in every run of a suite, and the number of values of each that are remembered.
 _REPEATED = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MOST_REMEMBERED = 1000
 
@@ -88,7 +88,7 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         return _union(typing.get_args(kind))
     if origin is tuple:
         return _tuple(typing.get_args(kind))
-    # Containers before classes: a mapping is a class, too.
+    # Containers before classes, because a mapping is also a class.
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
@@ -158,7 +158,7 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
         field.name for field in dataclasses.fields(kind) if field.default is lacks and field.default_factory is lacks
     )
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not lacks}
-    # Values without checks of their own are filled in directly: a run has thousands, and frozen ones are slow to make.
+    # Values without checks are filled in directly: a run has thousands, and frozen ones are slow to make.
     plain_defaults = len(defaults) + len(required) == len(decoders)
     quick = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
@@ -181,7 +181,7 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
             instance.__dict__.update(values if is_complete else defaults | values)
             return instance
         try:
-            # The class checks itself; what it finds is said with the path to the value.
+            # The class checks itself; its message gets the path to the value.
             return kind(**values)
         except UsageError as error:
             raise Malformed(f": {error}") from None

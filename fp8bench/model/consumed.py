@@ -1,7 +1,7 @@
-"""What a case took beside time: energy, memory, the largest batch, and the state its device was in.
+"""Energy, memory and the largest batch of a case, and the state of its device.
 
-Joules, watts, bytes, hertz, degrees. None means unknown; then `why` says why. Nothing unknown is 0. Throttle reasons
-are NVML's mask, whose bits are named here.
+Joules, watts, bytes, hertz, degrees. None means unknown; then `why` has the reason. An unknown value is never 0.
+Throttle reasons are NVML's mask, whose bits are named here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EnergyWindow:
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """Windows in which one phase of a case ran `steps` times by itself; `why` says why there are none, or fewer."""
+    """Windows in which one phase of a case ran `steps` times by itself; `why` has the reason for missing ones."""
 
     phase: str
     windows: tuple[EnergyWindow, ...] = ()
@@ -45,7 +45,7 @@ class PhaseEnergy:
 class SustainedTurn:
     """Seconds in which one case ran over and over, after the device had settled for it.
 
-    Each chunk has `steps` steps back to back and took one of the `seconds`. `settling` is None where the device tells
+    Each chunk has `steps` steps back to back and took one of the `seconds`. `settling` is None where the device shows
     neither clock nor temperature. `clock` is the device's right after the turn, `watts` its mean power during it.
     """
 
@@ -58,11 +58,12 @@ class SustainedTurn:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """The windows of one case, and the watts that the device takes while it idles beside the same states.
+    """The windows of one case, and the watts that the device takes while it idles with the same states.
 
     `source` is 'counter', 'rapl', 'instant', 'average' or 'none': figures of different ones do not compare. `phases`
     are windows of its phases, where they were asked for. `power_limits` are those that the device has had since the run
-    began, in watts: several if somebody changed it, () if unknown. `why` says why a window or an idle power is missing.
+    began, in watts: several if somebody changed it, () if unknown. `why` has the reason for a missing window or idle
+    power.
     """
 
     source: str
@@ -81,7 +82,7 @@ class DeviceWatch:
     `throttle` has every bit that was set in any look. `held` has, for each limit, how many of the `seconds` of the
     whole group it held the clocks back, by the driver's count. `others` are other processes with work on the device,
     `slices` the other parts that it is split into. `sm_clock` is the mean over the slots that were looked at, weighted
-    by duration. `warm_up` is how the device settled before the rounds, None where it told neither clock nor
+    by duration. `warm_up` is how the device settled before the rounds, None where it showed neither clock nor
     temperature.
     """
 
@@ -113,11 +114,11 @@ class MemoryUse:
 
     `peak` are bytes of tensors; `roles` sum to it (`fp8bench.model.MemoryRole`). `on_device` is the peak on hardware
     that has the formats, derived from the same allocations, and the peak itself for a case that emulates nothing; None
-    where unknown, and then `off_device` says why. `process` is what the driver counts for the worker's process on the
-    device right after the step, its context included; `resident` the most that the process had in the machine's memory
-    during it. `leak` are the bytes by which tensors, on the host too, grow with every step, 0 where they do not; None
-    where that was not looked at. With several ranks all this is that of the rank that takes most, and `ranks` has all.
-    `forward` are the roles of what is held between the first forward pass and backward: the same moment in every
+    where unknown, and then `off_device` has the reason. `process` is what the driver counts for the worker's process on
+    the device right after the step, its context included; `resident` the most that the process had in the machine's
+    memory during it. `leak` are the bytes by which tensors, on the host too, grow with every step, 0 where they do not;
+    None where that was not looked at. With several ranks all this is that of the rank that takes most, and `ranks` has
+    all. `forward` are the roles of what is held between the first forward pass and backward: the same moment in every
     precision.
     """
 
@@ -159,7 +160,7 @@ class Laid:
 
 @dataclass(frozen=True)
 class Lifted:
-    """What was laid under that key is gone."""
+    """The value under that key is no longer held."""
 
     key: int
 
@@ -174,7 +175,7 @@ class HeldBlock:
     `phase` is where the step was when it was made, '' before the stretch; `backward`: a backward pass made it;
     `awaited`: a forward pass made it and it was still held when backward began; `brief`: it went within the piece of a
     phase (in backward: the node of autograd's graph) that had made it; `lasting`: it was there at the end. `said` are
-    roles noted for its address meanwhile.
+    roles noted for its address in the meantime.
     """
 
     address: int
@@ -191,7 +192,7 @@ class HeldBlock:
 class MemoryCourse:
     """The highest point of a stretch, the blocks that were held there, and the highest points of its phases.
 
-    `held` is () where single allocations are unknown; then `why` says why. They may sum to less than `peak`.
+    `held` is () where single allocations are unknown; then `why` has the reason. They may sum to less than `peak`.
     `on_device` is the highest point with an emulation's tensors replaced as noted, None without such notes. `forward`
     is what was held when the first backward pass began, () without one.
     """
@@ -210,12 +211,13 @@ class Capacity:
     """The largest batch for which a state and two steps fit, by running it and the next one, which does not fit.
 
     `axis` is the parameter that was varied, in steps of `grain`. `batch` is None where the search had no answer, and 0
-    where not even the smallest fits; `why` says why, or why `beyond`, the next batch, does not fit. `beyond` is None
-    where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where it has none; `peak`
-    the bytes of tensors at the highest point; `limit` the bytes allowed, None for as many as the device gives.
+    where not even the smallest fits; `why` has the reason, or why `beyond`, the next batch, does not fit. `beyond` is
+    None where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where it has none;
+    `peak` the bytes of tensors at the highest point; `limit` the bytes allowed, None for as many as the device gives.
     `attempts` counts what was run. For an emulated case `on_device` is the largest batch on hardware that has its
     formats, by the line through what `batch` and half of it would take there; None where unknown. `seconds` are those
-    of single steps with `batch`, of cases that are not emulated, `update` those of its update where phases do not tell.
+    of single steps with `batch`, of cases that are not emulated, `update` those of its update where phases do not show
+    it.
     """
 
     axis: str
@@ -252,11 +254,11 @@ BITS: dict[int, str] = {
     0x200: "board-limit",
     0x400: "reliability",
 }
-# The hardware protects itself: what was measured meanwhile is not this device's speed.
+# The hardware protects itself: figures from that time are not this device's speed.
 HARDWARE = 0x8 | 0x40 | 0x80
 # Usual for large products on current GPUs.
 POWER_CAP = 0x4
-# Reasons that are no fault: clocks that somebody chose, or that the power cap allows.
+# Reasons other than faults: clocks that somebody chose, or that the power cap allows.
 CHOSEN = frozenset({"idle", "application-clocks", "sync-boost", "display-clocks", BITS[POWER_CAP]})
 
 

@@ -12,12 +12,13 @@ _DIGITS = 8
 
 
 def stamp(moment: str) -> str:
-    """A start time as it stands in file names: '20260105T120000.000Z'."""
+    """Formats a start time for file names: '20260105T120000.000Z'."""
     return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
 
 
 def safe(text: str) -> str:
-    """The text as part of a path: unsafe letters become _, and a digest tells such names apart, whatever their case."""
+    """Makes a text part of a path: unsafe letters become _, and a digest distinguishes such names, whatever their
+    case."""
     short = _shorten(text, 80)
     return short if short == text.lower() else f"{short}-{_digest(text)}"
 

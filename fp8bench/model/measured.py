@@ -1,4 +1,4 @@
-"""What was measured of a case, and what it is held against: the ceilings of its device, the kernels of its products."""
+"""Results of a case, and the references for them: the ceilings of its device, the kernels of its products."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Se
 from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
-# Runs that differ by more are no upper bound.
+# Runs that differ by more give no upper bound.
 WIDEST_SPREAD = 0.05
 
 
 class Limit(StrEnum):
-    """What a device does at most: products; copies and triads (a = b + s c) beyond its last cache; copies where they
-    are fastest; launches of the smallest kernel; copies from the host's memory."""
+    """The most that a device reaches: products; copies and triads (a = b + s c) beyond its last cache; copies where
+    they are fastest; launches of the smallest kernel; copies from the host's memory."""
 
     PRODUCT = "product"
     COPY = "copy"
@@ -34,7 +34,7 @@ class Rate:
     """FLOPs, bytes read and written, or launches a second that a device reached, once in each of `runs`.
 
     `precision` is that of products. `shape` (M, N and K of a product, the bytes of one array) won a search among
-    `searched`, and was then measured again. Without runs, `why` says what went wrong.
+    `searched`, and was then measured again. Without runs, `why` has the reason.
     """
 
     limit: Limit
@@ -124,15 +124,15 @@ class GivenTensors:
 
 @dataclass(frozen=True)
 class Products:
-    """What an untimed step ran: `operators` in all, and its products up to the first with an operand in the case's
-    formats.
+    """The operators of an untimed step: `operators` in all, and its products up to the first with an operand in the
+    case's formats.
 
-    `low` says whether there was such a product, None where the formats are unknown. `count` products were looked at,
-    and read `operands` of these dtypes. `attention` are the kernels that torch's attention took. `wide`: native
-    products had values of their formats in wider dtypes, and no codes. `looks_like` is the precision that a product's
-    numbers show, '' where it kept its promise. `kernels` multiplied in a profiled step, if there was one. `given` are
-    the tensors of a step. `cast_before` counts the tensors in the case's formats that products read as weights, though
-    no step casts them and the state names no role of them.
+    `low` is whether there was such a product, None where the formats are unknown. `count` products were looked at, and
+    read `operands` of these dtypes. `attention` are the kernels that torch's attention took. `wide`: native products
+    had values of their formats in wider dtypes, and no codes. `looks_like` is the precision that a product's numbers
+    show, '' where it kept its promise. `kernels` multiplied in a profiled step, if there was one. `given` are the
+    tensors of a step. `cast_before` counts the tensors in the case's formats that products read as weights, though no
+    step casts them and the state names no role of them.
     """
 
     count: int
@@ -192,8 +192,8 @@ class LayerScale:
 
 @dataclass(frozen=True)
 class StepEffect:
-    """Whether a step's results change with its inputs, timed as well as untimed; None where that cannot be told. `why`
-    says what was seen."""
+    """Whether a step's results change with its inputs, timed as well as untimed; None where that is unknown. `why`
+    describes what was observed."""
 
     changes: bool | None
     why: str = ""
@@ -248,10 +248,10 @@ class SlotSample:
 class Timing:
     """All raw samples of one arm.
 
-    `entries` says how many stretches of each phase the marks of a step made; `varying` that they differed from step to
-    step, so that there is one cell a phase. `eager` says why quantisers that could have been compiled ran as separate
-    operations, '' if none did; `fused` that some ran compiled; `vector_bits` how wide their vectors were on a CPU with
-    several widths.
+    `entries` counts the stretches of each phase that the marks of a step made; `varying` means that they differed from
+    step to step, so that there is one cell a phase. `eager` is the reason why quantisers that could have been compiled
+    ran as separate operations, '' if none did; `fused` that some ran compiled; `vector_bits` how wide their vectors
+    were on a CPU with several widths.
     """
 
     segments: Segments
@@ -330,7 +330,7 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Reruns:
-    """How far apart runs of a case lie on a machine, learned from `runs` earlier ones of it and of other cases.
+    """The spread of runs of a case on a machine, learned from `runs` earlier ones of it and of other cases.
 
     `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom.
     """
@@ -342,7 +342,7 @@ class Reruns:
 
 @dataclass(frozen=True)
 class Replays:
-    """Times of steps that a device did again as one launch each, in one cell; or why there are none.
+    """Times of steps that a device did again as one launch each, in one cell; or the reason for their absence.
 
     `loaded` is what was brought to the device before each replay, outside of its time; '' for steps that load nothing.
     `phases` are the seconds by phase of a second graph, which also records events; empty where a device cannot.
@@ -356,23 +356,23 @@ class Replays:
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one case. Fields are None or empty where something was not asked for or cannot be known.
+    """The result of one case. Fields are None or empty where something was not asked for or cannot be known.
 
-    `control` is the second entry of the reference in the same rounds (the A/A control). `paired` says whether the case
+    `control` is the second entry of the reference in the same rounds (the A/A control). `paired` is whether the case
     shared rounds with the reference; `paired_with` holds the reference's samples where that was apart from the rest of
-    the group, None means the samples in the reference's own record. `stopped` says why measuring ended. `statistics`
-    describe the data, with the reference only, because they do not depend on the precision. `trace` is the file of a
-    trace within the folder that was asked for. `scales` came from data. `not_finite` is the share of the state's
-    numbers that are not finite after timing, where the workload allows that.
-    `ceiling` is the most that it can do, `products` what its products ran on, `effect` whether its steps do
-    anything. `sustained` are its turns of seconds: the n-th turns of a group are one round. `fresh` are the rounds of
-    the fastest of several, which its ratio is computed from; `timing` remains what it was chosen by. `rotation` is
-    there where calls use several states, `replays` where a device may do a step again in one launch. `tape` are the
-    operators of a step, `coverage` which products of a user's model can be converted, `shares` what parts of a step
-    take. `late` is what steps did after their timing, with the clock that timed them; `late_flops` are their products
-    if all multiply as much. `reruns` is how much earlier runs of it differed; `sessions` are the ratios of the earlier
-    sessions, of which the interval is the hull. `transfer` is what a step of several ranks moves, `overlap` how far
-    computing hides that, `failed_rank` the rank that failed the case.
+    the group, None means the samples in the reference's own record. `stopped` is the reason why measuring ended.
+    `statistics` describe the data, with the reference only, because they do not depend on the precision. `trace` is the
+    file of a trace within the folder that was asked for. `scales` came from data. `not_finite` is the share of the
+    state's numbers that are not finite after timing, where the workload allows that. `ceiling` is the most that it can
+    do, `products` what its products ran on, `effect` whether its steps do anything. `sustained` are its turns of
+    seconds: the n-th turns of a group are one round. `fresh` are the rounds of the fastest of several, which its ratio
+    is computed from; `timing` remains what it was chosen by. `rotation` is there where calls use several states,
+    `replays` where a device may do a step again in one launch. `tape` are the operators of a step, `coverage` which
+    products of a user's model can be converted, `shares` what parts of a step take. `late` is what steps did after
+    their timing, with the clock that timed them; `late_flops` are their products if all multiply as much. `reruns` is
+    how much earlier runs of it differed; `sessions` are the ratios of the earlier sessions, of which the interval is
+    the hull. `transfer` is what a step of several ranks moves, `overlap` how far computing hides that, `failed_rank`
+    the rank that failed the case.
     """
 
     case: Case

@@ -1,4 +1,4 @@
-"""What will run: cases with their support and work, in groups."""
+"""The plan of a run: cases with their support and work, in groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does, by count; 0 where a count does not apply.
+    """The work of one step, by count; 0 where a count does not apply.
 
     `bytes` are those of the tensors that a step takes in, each once, in the dtype they come in: the same for every
     precision, so that throughputs compare. `least_memory` is what one state needs at least, in bytes: a case that needs
@@ -52,12 +52,12 @@ class Work:
 class DeviceFacts:
     """All that a plan needs to know of a device; plans are pure functions of it.
 
-    `uuid` and `pci` are torch's, '' where it tells none; the driver counts devices in another order. `unusable` says
-    why nothing can run on it, whatever the precision. `packages` are the versions of installed packages that backends
-    come with. `scaled_products` says whether this torch has any for it, None where its kind determines that.
+    `uuid` and `pci` are torch's, '' if unknown; the driver counts devices in a different order. `unusable` is the
+    reason why nothing can run on it, whatever the precision. `packages` are the versions of installed packages that
+    backends come with. `scaled_products` is whether this torch has any for it, None where its kind determines that.
     `cache_bytes` is the size of the last cache before its memory, which `cache_shared` processors share (1 on a GPU); 0
-    where unknown. `ranks` processes measure together, each on a device of its own of that kind (on a processor all on
-    the same one).
+    where unknown. `ranks` processes measure together, each on a separate device of that kind (on a processor all on the
+    same one).
     """
 
     kind: str
@@ -96,9 +96,9 @@ class DeviceFacts:
 class Case:
     """One thing to measure: workload x parameters x precision x device.
 
-    `precision_map` names layers (or kinds of them) with another precision than the case's, `static` the rule of scales
-    from data. `version` is the workload's: it is raised when a step's work changes, and numbers of different versions
-    do not compare. `ranks` processes run it together.
+    `precision_map` names layers (or kinds of them) with a precision that differs from the case's, `static` the rule of
+    scales from data. `version` is the workload's: it is raised when a step's work changes, and numbers of different
+    versions do not compare. `ranks` processes run it together.
     """
 
     workload: str
@@ -119,7 +119,7 @@ class Case:
 
     @property
     def setting(self) -> str:
-        """What the case shares with its group: 'gemm[k=512,m=512]@cpu'."""
+        """Describes what the case shares with its group: 'gemm[k=512,m=512]@cpu'."""
         inside = ",".join(f"{name}={value}" for name, value in self.params)
         several = f"*{self.ranks}" if self.ranks > 1 else ""
         return f"{self.workload}[{inside}]@{self.device}{several}"
@@ -135,7 +135,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case with its support on the device; `skip` says why it will not run."""
+    """A case with its support on the device; `skip` is the reason why it will not run."""
 
     case: Case
     support: Support

@@ -1,4 +1,4 @@
-"""What a user's callable promises; and how a native cast or product differs from its emulation."""
+"""The promises of a user's callable; and how a native cast or product differs from its emulation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from fp8bench.model.planned import Support
 
 
 class AuditKind(StrEnum):
-    """What a callable is.
-
-    A PRODUCT takes matrices a (M, K) and b (N, K) and returns a times b transposed; a LINEAR takes inputs (M, K) and a
-    weight (N, K), and has gradients; an ATTENTION takes queries, keys and values (batch, N heads, M places, K); a MODEL
-    is returned by a function without arguments, with or without a batch.
+    """The kind of a callable. A PRODUCT takes matrices a (M, K) and b (N, K) and returns a times b transposed; a LINEAR
+    takes inputs (M, K) and a weight (N, K), and has gradients; an ATTENTION takes queries, keys and values (batch, N
+    heads, M places, K); a MODEL is returned by a function without arguments, with or without a batch.
     """
 
     PRODUCT = "product"
@@ -23,13 +21,13 @@ class AuditKind(StrEnum):
 
 
 class Takes(StrEnum):
-    """What a product is given: tensors that it casts itself, or codes with the scales that decode them."""
+    """The operands of a product: tensors that it casts itself, or codes with the scales that decode them."""
 
     VALUES = "values"
     CODES = "codes"
 
 
-# What each field of a signature says, for `fp8bench audit --help` and help(fp8bench.audited).
+# The meaning of each field of a signature, for `fp8bench audit --help` and help(fp8bench.audited).
 SIGNATURE_WORDS = {
     "kind": (
         "product: f(a, b) returns a @ b.T; linear: x times a weight, with gradients; attention: of queries, keys "
@@ -46,7 +44,7 @@ SIGNATURE_WORDS = {
 
 @dataclass(frozen=True)
 class Signature:
-    """What a callable promises: its kind, the precision whose casts it has, options included, and SIGNATURE_WORDS."""
+    """The promises of a callable: its kind, the precision whose casts it has, options included, and SIGNATURE_WORDS."""
 
     kind: AuditKind
     precision: str
@@ -57,7 +55,7 @@ class Signature:
 
 
 class Difference(StrEnum):
-    """What explains all of the elements that differ; NONE differ in nothing."""
+    """The explanation of all elements that differ; NONE: no element differs."""
 
     NONE = "none"
     ORDER = "order"

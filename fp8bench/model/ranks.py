@@ -45,8 +45,8 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The bytes of one step of a collective: of the whole vector as it is taken in (`logical`), in the dtype that is
-    sent (`payload`), and what a rank hands to the network for others (`wire`).
+    """The bytes of one step of a collective: of the whole input vector (`logical`), in the dtype that is sent
+    (`payload`), and what a rank hands to the network for others (`wire`).
 
     `counted`: these are the tensors that were sent; else a ring's share of the tensor that torch was given.
     `bus_factor` is nccl-tests': bytes over time times it compares with a link's rate.
@@ -62,7 +62,7 @@ class Transfer:
 @dataclass(frozen=True)
 class Overlap:
     """Rounds of products alone, of communication alone, of both at once and of both in turn, in seconds: the slowest
-    rank's of each round. `why` says why there are none."""
+    rank's of each round. `why` is the reason for their absence."""
 
     compute: tuple[float, ...] = ()
     communication: tuple[float, ...] = ()
@@ -73,7 +73,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends to others in one step by one operation in one dtype, in bytes; for a collective, a ring's share
+    """The bytes that a rank sends to others in one step by one operation in one dtype; for a collective, a ring's share
     of its tensors."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""What a worker is started with, and the raw samples that it answers with."""
+"""The settings of a worker, and the raw samples that it answers with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRODUCTS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is started with."""
+    """The settings of a worker."""
 
     threads: int = 1
     seed: int = 0
@@ -27,8 +27,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class StateCheck:
-    """What is wrong with a state after its steps, '' if nothing is; and the share of its numbers that are not finite,
-    where the workload allows that."""
+    """The fault of a state after its steps, or ''; and the share of its numbers that are not finite, where the workload
+    allows that."""
 
     wrong: str = ""
     not_finite: float = 0.0
@@ -68,12 +68,11 @@ class RawReplay:
 
 @dataclass(frozen=True)
 class RawSlot:
-    """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
-
-    `host_seconds` is what the host took to enqueue a step, in the fastest call: where a queue is full, the host waits
-    for the device. `eager_quantisers` and `fused_quantisers` count calls, discarded ones included, that ran as separate
-    operations and compiled. `vector_bits` are the compiled ones', where there were several widths. With several ranks
-    `steps` are the slowest rank's, call by call, and `ranks` what each took.
+    """The timed steps of a slot, with host and process clocks over all of them, and what the system counted in that
+    time. `host_seconds` is what the host took to enqueue a step, in the fastest call: where a queue is full, the host
+    waits for the device. `eager_quantisers` and `fused_quantisers` count calls, discarded ones included, that ran as
+    separate operations and compiled. `vector_bits` are the compiled ones', where there were several widths. With
+    several ranks `steps` are the slowest rank's, call by call, and `ranks` what each took.
     """
 
     steps: tuple[RawStep, ...]

@@ -1,4 +1,4 @@
-"""Values of samplers: a reading with unit and source, or the reason why there is none. An unknown value is never 0."""
+"""Values of samplers: a reading with unit and source, or the reason for its absence. An unknown value is never 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Why there is no value, in words that can follow 'unavailable: '."""
+    """The reason for a missing value, in words that can follow 'unavailable: '."""
 
     reason: str
 
@@ -37,7 +37,7 @@ Readings = Mapping[str, Read]
 
 
 class NoReading(Exception):
-    """Raised inside the samplers where there is no value; callers from outside get an Unavailable.
+    """Raised inside the samplers without a value; callers from outside get an Unavailable.
 
     `code` is the driver's status, where it gave one.
     """
@@ -84,7 +84,7 @@ def positive(value: float, unit: str, source: str) -> Reading:
 
 
 def grown(earlier: Readings, later: Readings) -> Readings:
-    """By how much counters have grown from one reading to a later one, for all names in `later`."""
+    """Returns the growth of counters from one reading to a later one, for all names in `later`."""
     return {name: _growth(earlier.get(name, Unavailable("it was not read before")), later[name]) for name in later}
 
 

@@ -1,4 +1,4 @@
-"""What the user asks for, and the checks of it."""
+"""The user's request, and its checks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StaticScales:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value of a request must be, in words, and the test for it."""
+    """The requirement of a request's value, in words, and its test."""
 
     words: str
     holds: Callable[[object], bool]
@@ -83,7 +83,8 @@ def _is_axis(value: object) -> bool:
 
 _MOST_BYTES = 100 << 40
 # The limit of memory that is the device's own, and its name.
-ALL_MEMORY, ALL_MEMORY_WORD = 0, "device"
+ALL_MEMORY = 0
+ALL_MEMORY_WORD = "device"
 _SIZE_WORDS = f"a size above 0 and up to {size(_MOST_BYTES)}, like 2GiB"
 MEMORY_SIZE = whole_number(ALL_MEMORY + 1, _MOST_BYTES, _SIZE_WORDS)
 _SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
@@ -115,7 +116,8 @@ class RequestOption:
     choices: tuple[str, ...] = ()
 
 
-WHAT, HOW = "what to measure", "how"
+WHAT = "what to measure"
+HOW = "how"
 
 
 def option(
@@ -149,7 +151,8 @@ def words_of(kind: type) -> dict[str, str]:
 
 def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
     """Raises UsageError for the first field that breaks its rule; None is allowed where it is the default."""
-    defaults, words = {field.name: field.default for field in fields(request)}, words_of(type(request))
+    defaults = {field.name: field.default for field in fields(request)}
+    words = words_of(type(request))
     for name, rule in rules.items():
         value = getattr(request, name)
         left_out = value is None and defaults[name] is None
@@ -163,7 +166,7 @@ ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for; independent of the machine. An impossible request raises UsageError.
+    """The user's request; independent of the machine. An impossible request raises UsageError.
 
     `case_timeout` and `sustained` are seconds, `saturation_bound` is a percentage, `memory_limit` are bytes
     that the largest batch has to fit into, ALL_MEMORY for all that the device has.
@@ -351,7 +354,7 @@ class Request:
             raise UsageError("--static-scales finds scales, and --scales-from has them. Leave one of them out.")
 
     def _check_ranks(self) -> None:
-        # All of these time or count one process; with several nobody could say whose figures they are.
+        # All of these time or count one process; with several the figures could be anyone's.
         alone = {
             "--no-isolation": not self.isolation,
             "--energy phases": self.energy_of == PHASE_ENERGY,
@@ -375,7 +378,7 @@ class Request:
         return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
 
-# What --trace takes in the place of a folder: ranges for a profiler that was started already, and those profilers.
+# Values of --trace other than a folder: ranges for a profiler that was started already, and those profilers.
 NVTX = "nvtx"
 PROFILERS = ("nsys", "ncu")
 

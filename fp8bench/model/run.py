@@ -1,4 +1,4 @@
-"""A run, its environment, and what its samples say; and the cells of a fleet's plan, each of them a run."""
+"""A run, its environment, and findings from its samples; and the cells of a fleet's plan, each of them a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Overheads:
 
     @property
     def stamp_cost(self) -> float:
-        """What a stamp takes of the host or of the device, whichever is more."""
+        """The cost of a stamp on the host or on the device, whichever is more."""
         return max(self.stamp, self.event_pair or 0.0)
 
 
@@ -130,13 +130,13 @@ class PhaseGain:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the samples of one case say; computed from the record whenever it is needed.
+    """The finding from the samples of one case; computed from the record whenever it is needed.
 
-    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from the
-    cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls. `floor` is how
-    far the A/A interval reaches from 1. `why` says why there is no verdict, or what speaks against it. `label_reasons`
-    explain some labels of this case; `hard` are those, its own or its reference's, that leave it no verdict. `gains`
-    sum to the difference that `ratio` measures.
+    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to distinguish from
+    the cost of their markers. `ratio` is that of best cases, `typical` that of the means over all calls. `floor` is how
+    far the A/A interval reaches from 1. `why` is the reason for a missing verdict, or against it. `label_reasons`
+    explain some labels of this case; `hard` are those of it or of its reference that exclude a verdict. `gains` sum to
+    the difference that `ratio` measures.
     """
 
     case: Case
@@ -176,7 +176,7 @@ class Finding:
 
     @property
     def verdict_words(self) -> str:
-        """The verdict as it is shown: 'faster', or 'perhaps faster' where a label casts doubt on it."""
+        """Returns the verdict in words: 'faster', or 'perhaps faster' where a label casts doubt on it."""
         return f"perhaps {self.verdict}" if self.is_judged and self.doubtful else self.verdict.value
 
 
@@ -248,7 +248,7 @@ class CellState:
     damage: tuple[str, ...] = ()
 
 
-# What the user may set for torch and the libraries below it; variables that these set themselves are left out.
+# Variables that the user may set for torch and the libraries below it, without those that these set themselves.
 READ_BY_TORCH = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE",
     "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "MKL_DYNAMIC",
@@ -265,7 +265,7 @@ READ_BY_TORCH = (
     "PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED", "PYTORCH_TUNABLEOP_ROCBLAS_ENABLED", "MALLOC_ARENA_MAX", "MALLOC_CONF",
     "LD_PRELOAD",
 )  # fmt: skip
-# Those that lower the precision of products whatever the case's precision.
+# Variables that lower the precision of products whatever the case's precision.
 LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 # Prefix of a switch's fact in a run's environment; and the fact that lists switches changed from a fresh process.
 SWITCH = "switch "

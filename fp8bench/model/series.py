@@ -63,8 +63,8 @@ class Point:
 class Figure:
     """A commit's figure in one cell of a series: the median of the samples of `runs` runs, and asv's interval.
 
-    `date` is the commit's author date, in ms since 1970. `value` is None where there is no number; then `status` and
-    `reason` say why. `low` and `high` are the ends of a 99% interval, None where samples are too few.
+    `date` is the commit's author date, in ms since 1970. `value` is None without a number; then `status` and `reason`
+    explain it. `low` and `high` are the ends of a 99% interval, None where samples are too few.
     """
 
     commit: str
@@ -111,7 +111,7 @@ class Trend:
 
     @property
     def ending(self) -> Ending:
-        # Points without a figure, as of a build that failed, are no end of a trend.
+        # Points without a figure, as of a build that failed, do not end a trend.
         earlier = [figure for figure in self.figures[:-1] if figure.value is not None]
         return Ending(self, self.figures[-1], earlier[-1] if earlier else None, len(self.measured_figures))
 
@@ -146,10 +146,9 @@ class Fault:
 
 
 class Direction(StrEnum):
-    """Where a figure went from the first side to the second.
-
-    DIFFERS: the sides were measured under other conditions, which `why` names, so that a ratio judges nothing. NONE:
-    nothing can be compared, and `why` says why.
+    """The direction of a figure from the first side to the second. DIFFERS: the sides were measured under different
+    conditions, which `why` names, so that a ratio judges nothing. NONE: nothing can be compared, for the reason in
+    `why`.
     """
 
     BETTER = "better"

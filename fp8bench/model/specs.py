@@ -21,7 +21,7 @@ from fp8bench.model.words import CELL_PHASES, MemoryRole
 STEP = "step"
 # Two builds of one program differ by this much because of where their code and data lie.
 BAND = 0.01
-# Sums in another order move the mean loss of the suite learning by a third of it.
+# Sums in a different order move the mean loss of the suite learning by a third of it.
 LOSS_BAND = 0.001
 # Units of clocks and sensors, which never read the same twice.
 _NOISY_UNITS = frozenset({"s", "J", "W"})
@@ -37,8 +37,8 @@ class Better(StrEnum):
 
 class Rank(StrEnum):
     """Where a figure is shown: MAIN everywhere; a DETAIL is part of another figure or follows from one, and boards
-    leave it out; what is RESTATED stands in another figure's row, and has one of its own in the history and in
-    comparisons only."""
+    leave it out; a RESTATED figure is shown in the row of a different figure, and has a separate row in the history and
+    in comparisons only."""
 
     MAIN = "main"
     DETAIL = "detail"
@@ -47,7 +47,7 @@ class Rank(StrEnum):
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
-    """What is known of a figure before it is measured; as a text it is its name, in which `*` stands for anything.
+    """The properties of a figure before it is measured; as a text it is its name, in which `*` stands for anything.
 
     `table` is the table of cases that has a column of it under its `heading`, where any case has a value: one of
     fp8bench's ('cases', 'sustained', 'energy', 'capacity'), which name some figures themselves, or one without other
@@ -84,13 +84,14 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
         return self.unit in _NOISY_UNITS
 
     def to_text(self, value: float | None, unit: str = "", digits: int = 3) -> str:
-        """A value as text, in `unit` where it is kept in another; `digits` are those of times and energies."""
+        """Formats a value, in `unit` where it is stored in a different one; `digits` are those of times and
+        energies."""
         if value is None or self.show is None:
             return units.describe(value, unit or self.unit, digits)
         return self.show(value)
 
 
-# By name, in the order in which the docs tell them.
+# Metrics by name, in the order of the docs.
 METRICS: dict[str, MetricSpec] = {}
 
 
@@ -103,7 +104,7 @@ def _exact(unit: str = "") -> Callable[[float], str]:
 
 
 def time_of_phase(phase: str) -> str:
-    """For example 'time_gemm', where phases have no column of their own."""
+    """For example 'time_gemm', where phases have no separate column."""
     return f"time_{phase}"
 
 
@@ -111,9 +112,14 @@ def memory_of_role(role: str) -> str:
     return f"memory_{role}"
 
 
-_NO, _UP, _MAIN, _AGAIN = Better.NONE, Better.HIGHER, Rank.MAIN, Rank.RESTATED
+_NO = Better.NONE
+_UP = Better.HIGHER
+_MAIN = Rank.MAIN
+_AGAIN = Rank.RESTATED
 # Beyond 5% a change in time is more than a new layout of memory does to it.
-_TIMES, _RATIOS, _JOULES = (0.05, 5e-6), (0.05, 0.005), (0.05, 1e-3)
+_TIMES = (0.05, 5e-6)
+_RATIOS = (0.05, 0.005)
+_JOULES = (0.05, 1e-3)
 
 # fmt: off
 TIME = _row(
@@ -349,15 +355,17 @@ SHARE_VANISHING = _row("share_vanishing_*", units.RATIO, "those that are not zer
 _OF_WORKLOADS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
-# Of a callable: against its reference in float64, and against that as it is.
-OUTPUT_ERROR, DIFFERENCE_ERROR = "output_error", "difference_error"
+# Errors of a callable: against its reference in float64, and against the unchanged reference.
+OUTPUT_ERROR = "output_error"
+DIFFERENCE_ERROR = "difference_error"
 # Values near 1, where a thousandth matters. A gate's threshold is above the least change of the history.
 _row(
     f"*{RELATIVE_LOSS}", "x", "the mean loss of a small training over bf16's, of `learning`", show="{:.5f}x".format,
     least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_OF_WORKLOADS,
 )
 _ERRORS: dict[str, Any] = {"show": units.relative_error, **_OF_WORKLOADS}
-# A loss differs by less than a thousandth if sums run in another order, and trainings in other formats by a hundredth.
+# A loss differs by less than a thousandth if sums run in a different order, and trainings in other formats by a
+# hundredth.
 LOSS_ERRORS = _row(
     f"*{LOSS_ERROR}", units.RATIO, "of a step's loss, relative; 0 is exact",
     error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERRORS,

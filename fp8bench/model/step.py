@@ -1,6 +1,5 @@
-"""What one untimed step was made of: its operators, their shares of it, and which products can be converted.
-
-A workload declares none of this. Shares are never times, because observing makes a step slower.
+"""The contents of one untimed step: its operators, their shares of it, and which products can be converted. A workload
+does not declare them. Shares are never times, because observing makes a step slower.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Tape:
     """The operators of one step, and their sums by phase.
 
     `unwritten` counts memory that was made in the step and read, or left behind, though no operator wrote to it: some
-    kernel outside of torch must have. `fused` says that a compiled function ran, whose operators are listed as without
+    kernel outside of torch must have. `fused` names a compiled function that ran, whose operators are listed as without
     a compiler; '' if none did.
     """
 
@@ -98,12 +97,12 @@ class Tape:
 class LateSteps:
     """Observations of a timed state's steps in slots after the timing, while their operators were recorded.
 
-    `told_apart` says how timed slots differ from recorded ones, '' if they do not. `by_path` are a step's FLOPs on
+    `told_apart` describes how timed slots differ from recorded ones, '' if they do not. `by_path` are a step's FLOPs on
     average, by the dtype that they multiply in, of compiled ones uncompiled; None if an operator has no formula.
-    `varies` says that steps multiply unlike much. `switches` are those of arithmetic that a step sets and puts back;
-    `subnormal` is the share of subnormal numbers in the results of its operators. `in_operators` are the seconds of a
-    step's operators on average, `seconds` those of the slowest, by name: by the thread's own clock, and on a processor
-    only. `waits` is how often a step left its core by itself.
+    `varies` means that steps differ in how much they multiply. `switches` are those of arithmetic that a step sets and
+    puts back; `subnormal` is the share of subnormal numbers in the results of its operators. `in_operators` are the
+    seconds of a step's operators on average, `seconds` those of the slowest, by name: by the thread's own clock, and on
+    a processor only. `waits` is how often a step left its core by itself.
     """
 
     told_apart: str = ""
@@ -124,7 +123,7 @@ Key = TypeVar("Key")
 
 
 class ShareKind(StrEnum):
-    """What an operator, or a kernel, is for. UNKNOWN matches no rule, and is shown by its name."""
+    """The purpose of an operator, or of a kernel. UNKNOWN matches no rule, and is shown by its name."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -139,8 +138,8 @@ class ShareKind(StrEnum):
 
 
 class SharesFrom(StrEnum):
-    """What was timed: operators on a processor, or kernels of a device by the operator that launched them. Older runs
-    also have kernels of compiled steps, of no module."""
+    """The source of shares: operators on a processor, or kernels of a device by the operator that launched them. Older
+    runs also have kernels of compiled steps, of no module."""
 
     OPERATORS = "operators"
     KERNELS = "kernels"
@@ -151,8 +150,8 @@ class SharesFrom(StrEnum):
 class Share:
     """Work of one kind in one module, forward or backward, in an untimed pass.
 
-    `module` is its path in the model, the model's class for work between its modules, '' outside of any. `what` says
-    more of the kind: 'conv' for a product, the name of what is unknown.
+    `module` is its path in the model, the model's class for work between its modules, '' outside of any. `what` refines
+    the kind: 'conv' for a product, the name of what is unknown.
     """
 
     kind: ShareKind
@@ -167,8 +166,8 @@ class Share:
 class Shares:
     """The parts of a step. `step` are its unobserved seconds in the same pass.
 
-    What the parts leave of it is the host's time between operators: 'unattributed'. Where they sum to more than the
-    step, because clocks vary, they are shares of their sum.
+    The remainder is the host's time between operators: 'unattributed'. Where they sum to more than the step, because
+    clocks vary, they are shares of their sum.
     """
 
     parts: tuple[Share, ...] = ()
@@ -217,7 +216,7 @@ class HeldProduct:
         return 2 * self.m * self.n * self.k * self.times
 
 
-# Marks of a transformer's parts in paths; the first that fits counts: BERT has an attention.output.dense, too.
+# Marks of a transformer's parts in paths; the first that fits counts: BERT also has an attention.output.dense.
 _PARTS = {
     "attn": ("attn", "attention"),
     "mlp": (
@@ -244,13 +243,13 @@ def part_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class Holder:
-    """A weight that products are made with: a module of its own, or one parameter of a module that has several.
+    """A weight that products are made with: a whole module, or one parameter of a module that has several.
 
     `name` is its path in the model, `also` the other paths of the same module; `kind` is 'linear', 'conv1d' (GPT-2's),
     'conv2d', 'experts' (a matrix for each expert) or 'head' where it can be converted, else the name of its class.
-    `weight` is the weight's shape, `flops` those of all its products in a step, forward and backward. What is not
-    converted has a `reason`, a sentence, and a `rule`, a word for it ('skipped', 'kept', 'class', 'forward', 'shape',
-    'not-called'). `native` says which requirements of native products its shapes break, on any device.
+    `weight` is the weight's shape, `flops` those of all its products in a step, forward and backward. A weight that is
+    not converted has a `reason`, a sentence, and a `rule`, a word for it ('skipped', 'kept', 'class', 'forward',
+    'shape', 'not-called'). `native` names the requirements of native products that its shapes break, on any device.
     """
 
     name: str
@@ -273,8 +272,8 @@ class Holder:
 @dataclass(frozen=True)
 class OtherProduct:
     """Products outside of all holders: `operator` is torch's name for it, `module` the path of the module that runs it,
-    '' for none. `weight` is the parameter that it multiplies by, '' where it is none or unknown. `flops` is None
-    without a formula for the operator."""
+    '' for none. `weight` is the parameter that it multiplies by, '' without one or if unknown. `flops` is None without
+    a formula for the operator."""
 
     operator: str
     module: str = ""
@@ -288,7 +287,8 @@ class OtherProduct:
 class Coverage:
     """The products of one step: those in holders, and all others. `flops` are those of the whole step.
 
-    `loss` says in a sentence what backward began from, `remarks` in what other steps differ from this one.
+    `loss` is a sentence about the tensor that backward began from, `remarks` are differences of other steps from this
+    one.
     """
 
     holders: tuple[Holder, ...] = ()

@@ -12,11 +12,11 @@ EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 6.0
-# Of a brisk group's rounds. A budget that leaves a group less than _SHORT_SECONDS makes it brisk.
+# Limits of a brisk group's rounds. A budget that leaves a group less than _SHORT_SECONDS makes it brisk.
 BRISK_SECONDS = 2.0
 _SHORT_SECONDS = 20.0
 CEILING_SECONDS = 120.0
-# With so many candidates or more the fastest is timed again.
+# With this number of candidates or more the fastest is timed again.
 LEAST_CANDIDATES = 3
 
 
@@ -45,7 +45,7 @@ class StoppingRule:
         return replace(self, budget=next(remaining), ceiling=next(remaining))
 
     def looks(self, rounds: int) -> bool:
-        """Whether to judge after so many rounds: every 8 rounds up to 128, then at steps of about an eighth.
+        """Whether to judge after this number of rounds: every 8 rounds up to 128, then at steps of about an eighth.
 
         Sparser looks later keep the number of looks, and so the chance of a false alarm, small.
         """
@@ -55,7 +55,7 @@ class StoppingRule:
         return rounds % stride == 0
 
     def reason_to_end(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
-        """Returns why measuring must end after so many seconds, of which some went to emulations; '' if it need not."""
+        """Returns why measuring must end after these seconds, of which some went to emulations; '' if it need not."""
         if self.fixed is not None and rounds >= self.fixed:
             return f"{_count_rounds(self.fixed)}, a fixed number"
         if self.fixed is None and rounds >= self.most:
@@ -112,7 +112,7 @@ class ClockLook:
 class Settling:
     """Looks at a device while a case warmed it up, the first one before it ran at all.
 
-    `settled` says whether clock and temperature stood still in the end, `limit` for how many seconds it might have run.
+    `settled` is whether clock and temperature were steady in the end, `limit` the seconds that it might have run.
     """
 
     looks: tuple[ClockLook, ...] = ()

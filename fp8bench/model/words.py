@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-# What an observer is told while a device's ceilings are measured, which a run does once a week.
+# The notice to an observer while a device's ceilings are measured, which a run does once a week.
 MEASURING_CEILINGS = "measuring what this machine can do, once a week"
 
 
 class Phase(StrEnum):
-    """What a stretch of a step is for. The set is closed, so that workloads compare."""
+    """The purpose of a stretch of a step. The set is closed, so that workloads compare."""
 
     DATA_LOAD = "data_load"
     DECODE = "decode"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 UNATTRIBUTED = "unattributed"
-# The precision of a user's model as it came.
+# The precision of a user's unchanged model.
 UNTOUCHED = "untouched"
 # MS-AMP's optimisation levels: arms of a training, not precisions.
 MSAMP_LEVELS = ("msamp-o1", "msamp-o2", "msamp-o3")
@@ -43,7 +43,7 @@ class Level(StrEnum):
 
 
 class Status(StrEnum):
-    """What became of a case."""
+    """The outcome of a case."""
 
     OK = "ok"
     SKIPPED = "skipped"
@@ -102,7 +102,8 @@ class Label(StrEnum):
 
 # Labels that cast no doubt on a speed.
 REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# What was timed may not be what it is called, or what it was compared with: even a large effect does not outweigh that.
+# The timed work may not be what its name promises, or what it was compared with: even a large effect does not outweigh
+# that.
 OF_ANOTHER_KIND = frozenset(
     {
         Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.FLAT_TIME, Label.NO_WORK, Label.NOT_FINITE,
@@ -112,7 +113,7 @@ OF_ANOTHER_KIND = frozenset(
 
 
 class MemoryRole(StrEnum):
-    """What bytes of a step's memory are for."""
+    """The purpose of bytes of a step's memory."""
 
     WEIGHTS = "weights"
     LOW_WEIGHTS = "low_precision_weights"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -31,8 +32,6 @@ from fp8bench.numerics.products import in_dtype, short_product, values_product
 from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook, WatchedArithmetic
 
-Quantise = Callable[[Tensor, Role], Tensor]
-
 
 class PlainArithmetic(Arithmetic):
     """Products by torch in one dtype."""
@@ -57,16 +56,16 @@ class PlainArithmetic(Arithmetic):
         return F.grouped_mm(a.data, b.data.transpose(-2, -1), offs=ends)
 
 
+@dataclass(eq=False)
 class EmulatedArithmetic(Arithmetic):
     """Values rounded by `quantise` and multiplied in float32. The numbers are right; the speed means nothing."""
 
-    def __init__(self, carrier: torch.dtype, quantise: Quantise, keeps_source: bool = False) -> None:
-        self.carrier = carrier
-        self.keeps_source = keeps_source
-        self._quantise = quantise
+    carrier: torch.dtype
+    quantise: Callable[[Tensor, Role], Tensor]
+    keeps_source: bool = False
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(self._quantise(tensor, role))
+        return Operand(self.quantise(tensor, role))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return values_product(a.data, b.data, dtype)
@@ -90,8 +89,8 @@ def count_casts(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
 class RecipeArithmetic(Arithmetic):
     """Emulates a recipe: casts by role, each operand along the contraction of its product.
 
-    What a recipe remembers between casts (delayed scales, the next random seeds) belongs to one layer, and `layer`
-    makes an instance for each. Seeds and rotations derive from the layer's `name`, so that a run can be repeated.
+    Delayed scales and the next random seeds belong to one layer, so `layer` makes an instance for each. Seeds and
+    rotations derive from the layer's `name`, so that a run can be repeated.
     """
 
     def __init__(
@@ -110,13 +109,10 @@ class RecipeArithmetic(Arithmetic):
         self.settles = recipe.delayed is not None and scales is None
         self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
         self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
-        delayed = recipe.delayed
-        delayed_scales = (
-            {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
-            if delayed
-            else {}
-        )
-        self.scales: Mapping[Role, NextScale] = delayed_scales if scales is None else scales
+        if scales is None and recipe.delayed is not None:
+            delayed = recipe.delayed
+            scales = {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
+        self.scales: Mapping[Role, NextScale] = scales or {}
         # Each role of each layer draws its own numbers, or errors of different casts would be correlated.
         self._draws = {
             role: _Draws(f"{name}/{role}") for role, treatment in self.treatments.items() if treatment.stochastic
@@ -139,11 +135,10 @@ class RecipeArithmetic(Arithmetic):
         return type(self)(self.recipe, self.carrier, name, kept_scales(book, name, self.treatments))
 
     def memory(self) -> dict[str, Tensor]:
-        return {
-            f"{role}.{name}": tensor
-            for role, stateful in self._stateful().items()
-            for name, tensor in stateful.memory().items()
-        }
+        memory: dict[str, Tensor] = {}
+        for role, stateful in self._stateful().items():
+            memory |= {f"{role}.{name}": tensor for name, tensor in stateful.memory().items()}
+        return memory
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
         for role, stateful in self._stateful().items():
@@ -151,10 +146,14 @@ class RecipeArithmetic(Arithmetic):
             stateful.recall({name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)})
 
     def _stateful(self) -> dict[str, DelayedScale | StaticScale | _Draws]:
-        """What carries state from cast to cast, by role."""
-        kinds = DelayedScale | StaticScale
-        scales = {f"{role}.scale": scale for role, scale in self.scales.items() if isinstance(scale, kinds)}
-        return {**scales, **{f"{role}.draws": draw for role, draw in self._draws.items()}}
+        """Returns the scales and seeds that last from cast to cast, by role."""
+        stateful: dict[str, DelayedScale | StaticScale | _Draws] = {}
+        for role, scale in self.scales.items():
+            if isinstance(scale, DelayedScale | StaticScale):
+                stateful[f"{role}.scale"] = scale
+        for role, draws in self._draws.items():
+            stateful[f"{role}.draws"] = draws
+        return stateful
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _is_recast(role))
@@ -174,14 +173,14 @@ class RecipeArithmetic(Arithmetic):
         return operand, self.transpose(operand) if self._cast_serves_both(role) else None
 
     def last_scale(self, role: Role) -> Tensor | None:
-        """The scale of the last cast of a role; None where scales come from the tensor alone."""
+        """Returns the scale of the last cast of a role; None where scales come from the tensor alone."""
         used = self.scales[role].last if role in self.scales else None
-        return None if used is None else used.scale
+        return used and used.scale
 
     def _cast_serves_both(self, role: Role) -> bool:
         """Whether one cast of a tensor serves both of its products."""
-        treatment = self.treatments[role]
-        return self._cast_alike(role) and (treatment.scaling is None or treatment.scaling.turns)
+        scaling = self.treatments[role].scaling
+        return self._cast_alike(role) and (scaling is None or scaling.turns)
 
     def _cast_alike(self, role: Role) -> bool:
         """Whether both products take the same tensor, cast in the same way."""
@@ -294,8 +293,9 @@ class ScaledArithmetic(RecipeArithmetic):
     def _tensor_codes(
         self, tensor: Tensor, role: Role, repeat: bool, both: bool, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The scale that decodes, codes, and with `both` those of the transpose."""
-        treatment, next_scale = self.treatments[role], self.scales.get(role)
+        """Returns the scale that decodes, codes, and with `both` those of the transpose."""
+        treatment = self.treatments[role]
+        next_scale = self.scales.get(role)
         # One call casts and computes the scale where nothing else has to know the largest magnitude.
         if casts_in_one_call(tensor):
             if isinstance(next_scale, DelayedScale) and (cast := next_scale.cast(tensor, repeat, both)):
@@ -314,9 +314,8 @@ class ScaledArithmetic(RecipeArithmetic):
         if treatment.scaling is None:
             unit = torch.ones((), dtype=torch.float32, device=tensor.device)
             return unit, unit
-        return current_scale(
-            largest_magnitude(tensor) if amax is None else amax, treatment.fmt, treatment.scaling.rounding
-        )
+        amax = largest_magnitude(tensor) if amax is None else amax
+        return current_scale(amax, treatment.fmt, treatment.scaling.rounding)
 
     def transpose(self, operand: Operand) -> Operand:
         return Operand(transpose_codes(operand.data), operand.scale, operand.gradient)
@@ -337,7 +336,7 @@ class ScaledArithmetic(RecipeArithmetic):
         scale_b = b.scale if tensor_wise else b.scale.t()
         output = dtype if tensor_wise or self.row_dtype is None else self.row_dtype
         fast = not (a.gradient or b.gradient)
-        # What functional.scaled_mm calls, which torch 2.11 cannot compile. The lists are scales, kinds and swizzles.
+        # functional.scaled_mm calls this operator, but torch 2.11 cannot compile that function.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), [a.scale], [kind], [], [scale_b], [kind], [], None, output, [], fast
         )
@@ -347,12 +346,12 @@ class ScaledArithmetic(RecipeArithmetic):
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
-        # What functional.scaled_grouped_mm calls has no shapes for meta tensors. Scales lie in rows here.
-        scales, fast = (a.scale.squeeze(-1), b.scale.squeeze(-1)), not (a.gradient or b.gradient)
-        product: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+        # The operator of functional.scaled_grouped_mm has no shapes for meta tensors. Scales are in rows here.
+        scales = (a.scale.squeeze(-1), b.scale.squeeze(-1))
+        fast = not (a.gradient or b.gradient)
+        return torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, fast
         )
-        return product
 
 
 class WideScaledArithmetic(ScaledArithmetic):

@@ -1,8 +1,8 @@
-"""Precisions for what surrounds a model's products: embeddings, norms, logits, the residual stream.
+"""Precisions for the layers around a model's products: embeddings, norms, logits, the residual stream.
 
 A precision that is one of torch's dtypes converts weights and inputs, and torch computes in it: a norm in fp16 is
 torch's own layer of fp16. Any other rounds weights and inputs by its cast, as operands of products are, and computes in
-float32; gradients that leave are rounded as gradients. These casts have no phase of their own: their time counts to the
+float32; gradients that leave are rounded as gradients. These casts have no separate phase: their time counts to the
 phase that they run in.
 """
 
@@ -47,8 +47,7 @@ def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -
         return x
     if arithmetic.plain:
         return x.to(arithmetic.carrier)
-    rounded: Tensor = _Rounded.apply(x, arithmetic, role)  # type: ignore[no-untyped-call]
-    return rounded
+    return _Rounded.apply(x, arithmetic, role)  # type: ignore[no-untyped-call]
 
 
 def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
@@ -92,7 +91,7 @@ def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., 
         tensors |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
         inputs = cast_to(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(shared, tensors, (inputs, *more_inputs), named)
-        # What the pass wrote goes back into the module's own statistics, rounded as they are stored.
+        # Statistics that the pass wrote go back into the module, rounded like the stored ones.
         with torch.no_grad():
             for word, statistic in statistics.items() if shared.training else ():
                 statistic.copy_(cast_to(tensors[word], arithmetic))

@@ -25,7 +25,7 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Cache(Protocol):
-    """Keys and values of all tokens so far, and the core that attends to them, for one layer in one pass."""
+    """Keys and values of all tokens up to the current ones, and the core that attends to them, for one layer."""
 
     def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
         """Add keys and values of new tokens; return those of all tokens, as the cache keeps them."""
@@ -65,8 +65,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor 
 
 
 class WrittenScores(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Detects attention kernels that store their scores: only these run a softmax of their own. `most` is the size of
-    the largest in bytes, 0 where there was none."""
+    """Detects attention kernels that store their scores: only these run a separate softmax. `most` is the size of the
+    largest in bytes, 0 without any."""
 
     most = 0
 
@@ -99,8 +99,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
     For references, which nobody times: torch's checkpoints, which timed steps take, import the compiler.
     """
-    y: Tensor = _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
-    return y
+    return _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,12 @@ class HeadwiseCore:
     inner: Core
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group, mixed = q.shape[1] // k.shape[1], []
+        group = q.shape[1] // k.shape[1]
+        mixed = []
         for i in range(q.shape[0]):
             for j in range(q.shape[1]):
-                head, key_head = slice(j, j + 1), slice(j // group, j // group + 1)
+                head = slice(j, j + 1)
+                key_head = slice(j // group, j // group + 1)
                 sequence = slice(i, i + 1)
                 parts = q[sequence, head], k[sequence, key_head], v[sequence, key_head]
                 mixed.append(recompute(self.inner, *parts))
@@ -164,14 +165,14 @@ class EmulatedCore:
         """The product of queries and keys in fp32, not yet rounded, masked entries included."""
         if self.prescaled:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
-        queries, keys = self._round(q, "queries"), self._round(k, "keys")
+        queries = self._round(q, "queries")
+        keys = self._round(k, "keys")
         return (_join_heads(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
     def _round(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
         arithmetic = self.parts[part]
         cast = arithmetic.cast if scaled else arithmetic.cast_without_scale
-        rounded: Tensor = _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
-        return rounded
+        return _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -219,7 +220,8 @@ class SelfAttention(nn.Module):
         q, k, v = self.heads(x, phase)
         if rotation is not None:
             rotation = rotation.to(q.dtype)  # the stream's dtype may differ from the model's
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
         if cache is not None:
             k, v = cache.store(k, v, phase)
         mixed = region(phase.attention, cache or self.core, q, k, v)
@@ -228,7 +230,7 @@ class SelfAttention(nn.Module):
 
     def heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
         """Queries, keys and values of (batch, tokens, width), each (batch, heads, tokens, head width)."""
-        # A layer of another precision returns its own carrier; the core works in the dtype of the stream.
+        # Layers may return different carriers; the core works in the dtype of the stream.
         parts = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
         return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in parts]
 
@@ -241,6 +243,7 @@ def rotations(context: int, head_width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    cosine, sine = rotation[:, 0], rotation[:, 1]
+    cosine = rotation[:, 0]
+    sine = rotation[:, 1]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

@@ -40,7 +40,9 @@ class TokenLoader:
         self._span = 2 if vocabulary > BYTES else 1
         if len(self._tokens) < length + self._span:
             raise ValueError(f"the token file has {len(self._tokens)} tokens; a sequence of {length} needs more")
-        self._batch, self._length, self._device = batch, length, device
+        self._batch = batch
+        self._length = length
+        self._device = device
         self._random = np.random.default_rng(seed)
         self._vocabulary = vocabulary
         self._pin = device != "cpu"
@@ -50,20 +52,21 @@ class TokenLoader:
     def next(self) -> tuple[Tensor, Tensor]:
         """Tokens and the tokens that follow them, (batch, length) each, on the device. Takes turns through the batches
         that were loaded ahead, if any were."""
-        ids = next(self._turns) if self._ahead else self._to_device(self._draw())
+        if self._ahead:
+            ids = next(self._turns)
+        else:
+            ids = self._draw()
+            ids = ids.pin_memory().to(self._device, non_blocking=True) if self._pin else ids
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def load_ahead(self, batches: int) -> None:
-        """Loads so many batches, each into the memory of the one before in its place; `next` then takes turns."""
+        """Loads this many batches, each into the memory of its predecessor; `next` then takes turns."""
         for place in range(batches):
             host = self._draw()
             if place == len(self._ahead):
                 self._ahead.append(torch.empty_like(host, device=self._device))
             self._ahead[place].copy_(host.pin_memory() if self._pin else host, non_blocking=self._pin)
         self._turns = cycle(self._ahead)
-
-    def _to_device(self, host: Tensor) -> Tensor:
-        return host.pin_memory().to(self._device, non_blocking=True) if self._pin else host
 
     def _draw(self) -> Tensor:
         size = self._length + self._span
@@ -77,9 +80,11 @@ class TokenLoader:
 # PNG writers' default compression.
 _LEVEL = 6
 # Images are normalised by the middle of a byte's range and a quarter of it.
-_MEAN, _DEVIATION = 127.5, 63.75
+_MEAN = 127.5
+_DEVIATION = 63.75
 
-SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+SINGLE = np.dtype(np.float32)
+DOUBLE = np.dtype(np.float64)
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 

@@ -59,7 +59,9 @@ class Block(nn.Module):
         self.attn = SelfAttention(
             config.width, config.heads, config.key_heads, gain, prefix_names(choose, "attn"), core
         )
-        self.mlp = make_feed_forward(config, gain, prefix_names(choose, "mlp"))
+        feed = (config.width, config.hidden, config.modern, gain)
+        mlp = prefix_names(choose, "mlp")
+        self.mlp = Experts(config.experts, *feed, mlp) if config.experts else FeedForward(*feed, mlp)
 
     def forward(
         self,
@@ -86,15 +88,8 @@ class Block(nn.Module):
         return cast_to(x + (change if gate is None else gate * change), self.residual)
 
     def in_stream(self, change: Tensor, dtype: torch.dtype) -> Tensor:
-        """A change in the stream's dtype, since a layer of another precision returns its own carrier."""
+        """Converts a change to the stream's dtype: the layer that made it may have a different carrier."""
         return drop(change.to(dtype), self.dropout if self.training else 0.0)
-
-
-def make_feed_forward(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
-    def make(scope: Choose) -> FeedForward:
-        return FeedForward(config.width, config.hidden, config.modern, gain, scope)
-
-    return Experts(config.width, config.experts, make, choose) if config.experts else make(choose)
 
 
 class Modulation(nn.Module):
@@ -111,13 +106,13 @@ class Modulation(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """Layer norm without weights in at least fp32, unless an arithmetic says otherwise, then shifted and scaled in the
-    input's dtype."""
+    """Layer norm without weights in at least fp32, or in its arithmetic, then shifted and scaled in the input's
+    dtype."""
 
     arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        plain = self.arithmetic is not None and self.arithmetic.plain
-        dtype = self.arithmetic.carrier if self.arithmetic is not None and plain else wide_dtype(x.dtype)
-        wide = cast_to(x, self.arithmetic).to(dtype)
+        wide = cast_to(x, self.arithmetic)
+        if self.arithmetic is None or not self.arithmetic.plain:
+            wide = wide.to(wide_dtype(x.dtype))
         return F.layer_norm(wide, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift

@@ -17,8 +17,11 @@ from fp8bench.nn.rotations import rotation
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Operand, Role
 
-_ROWS, _SQUARES = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
-_BLOCK, _MX, _NVFP4 = 128, 32, 16
+_ROWS = ScalingType.BlockWise1x128.value
+_SQUARES = ScalingType.BlockWise128x128.value
+_BLOCK = 128
+_MX = 32
+_NVFP4 = 16
 
 
 class BlockArithmetic(RecipeArithmetic):
@@ -40,12 +43,11 @@ class BlockArithmetic(RecipeArithmetic):
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         if treatment.scaling.scale is None:
-            rounding, squared = treatment.scaling.rounding, treatment.scaling.rows > 1
-            cast = (
-                square_codes(tensor, treatment.fmt, rounding)[0]
-                if squared
-                else row_codes(tensor, treatment.fmt, rounding, _BLOCK)
-            )
+            rounding = treatment.scaling.rounding
+            if treatment.scaling.rows > 1:
+                cast = square_codes(tensor, treatment.fmt, rounding)[0]
+            else:
+                cast = row_codes(tensor, treatment.fmt, rounding, _BLOCK)
             return Operand(*cast, role is Role.GRADIENT)
         return self._tile(tensor, role, repeat)
 
@@ -82,18 +84,17 @@ class BlockArithmetic(RecipeArithmetic):
     def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
-        turned, amaxes = tensor.t(), [] if amax is None else [amax]
-        # The transpose may be rotated, so that its largest magnitude is another than the matrix's.
+        turned = tensor.t()
+        amaxes = [] if amax is None else [amax]
+        # A rotated transpose has a different largest magnitude than the matrix.
         if self._rotates(role):
             turned, *amaxes_found = rotation(turned, self._signs)
             amaxes = amaxes_found[::-1]
         draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
         both = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
-        straight, transpose = (
-            Operand(*parts, role is Role.GRADIENT, columns)
-            for parts, columns in zip(both, tensor.shape[::-1], strict=True)
-        )
-        return straight, transpose
+        rows, columns = tensor.shape
+        gradient = role is Role.GRADIENT
+        return Operand(*both[0], gradient, columns), Operand(*both[1], gradient, rows)
 
     def _in_tiles(self, role: Role) -> bool:
         scaling = self.treatments[role].scaling
@@ -123,7 +124,8 @@ class BlockArithmetic(RecipeArithmetic):
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:
             return super().product(a, b, dtype)
-        (scales_a, kinds_a, swizzles), (scales_b, kinds_b, _) = map(_scales_of, (a, b))
+        scales_a, kinds_a, swizzles = _scales_of(a)
+        scales_b, kinds_b, _ = _scales_of(b)
         # Never fast accumulation: kernels with block scales refuse it, or add their parts in float32 anyway.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
@@ -138,13 +140,13 @@ class BlockArithmetic(RecipeArithmetic):
         scales = []
         for operand in (a, b):
             assert operand.scale is not None
-            rows, flat = len(operand.data), operand.data.dim() == 2
-            # A matrix of codes comes with a matrix of scales; their order in memory is as it was.
+            rows = len(operand.data)
+            flat = operand.data.dim() == 2
+            # A matrix of codes needs a matrix of scales; their order in memory does not change.
             scales.append(operand.scale.view(rows + -rows % TILE_ROWS, -1) if flat else operand.scale)
-        product: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+        return torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, False
         )
-        return product
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
         values = _elements(operand.data) if operand.scale is None else _values(operand.data, operand.scale)
@@ -162,7 +164,8 @@ class DeepGemmArithmetic(BlockArithmetic):
             return super().product(a, b, dtype)
         import deep_gemm
 
-        shape, device = (len(a.data), len(b.data)), a.data.device
+        shape = (len(a.data), len(b.data))
+        device = a.data.device
         first = a.data, a.scale
         if _by_rows(b.data, b.scale):
             total = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -179,7 +182,7 @@ def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
     scale = operand.scale
     if scale is None:
         raise ValueError("codes with scales of blocks need their scales")
-    # float32 scales lie in rows or squares, those of MX and NVFP4 in the tiles that units read.
+    # float32 scales are ordered by rows or squares, those of MX and NVFP4 by the tiles that units read.
     if scale.dtype == torch.float32:
         return [scale], [_ROWS if _by_rows(operand.data, scale) else _SQUARES], []
     tiles = SwizzleType.SWIZZLE_32_4_4.value
@@ -206,10 +209,12 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:
         return data.to(torch.float32) * _each(matrix, _BLOCK, data.shape)
     elements = _elements(data)
     if scale.dtype == torch.float8_e8m0fnu:
-        matrix, block = _bytes(scale.view(torch.uint8), elements.shape, _MX, E8M0), _MX
+        matrix = _bytes(scale.view(torch.uint8), elements.shape, _MX, E8M0)
+        block = _MX
     else:
         of_blocks, of_tensor = _nvfp4_scales(scale)
-        matrix, block = _bytes(of_blocks, elements.shape, _NVFP4, E4M3) * of_tensor, _NVFP4
+        matrix = _bytes(of_blocks, elements.shape, _NVFP4, E4M3) * of_tensor
+        block = _NVFP4
     return elements * _each(matrix, block, elements.shape)
 
 

@@ -15,11 +15,7 @@ from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TR
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, float32_products, one_thread
 
 Course = tuple[Tensor, ...]
-
-
 _LEARNING_RATE = 1e-3
-
-
 _DECAYS = (0.9, 0.99)
 
 
@@ -28,7 +24,8 @@ class _Capturing(PlainArithmetic):
 
     def __init__(self, name: str, courses: dict[tuple[str, Role], list[Tensor]]) -> None:
         super().__init__(torch.float32)
-        self._name, self._kept = name, courses
+        self._name = name
+        self._kept = courses
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         if (course := self._kept.get((self._name, role))) is not None:

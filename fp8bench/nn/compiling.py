@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,13 @@ from torch import Tensor, nn
 from fp8bench.protocols import Phases, SilentPhases
 
 Forward = Callable[[Tensor, Tensor, Phases], Tensor]
+
+
+def copy_function(function: Callable[..., Any]) -> FunctionType:
+    """Copies a function with its code object: torch keeps graphs by that, for at most eight models, and silently shares
+    or replaces them."""
+    assert isinstance(function, FunctionType) and function.__closure__ is None
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
 
 
 def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
@@ -21,11 +29,8 @@ def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
     """
     from torch._dynamo.utils import counters  # imports the compiler, so not at the top
 
-    # 1. Copy the code object: torch keeps graphs by it, for at most eight models, and silently shares or replaces them.
-    method = type(model).forward
-    assert isinstance(method, FunctionType) and method.__closure__ is None
-    copied = FunctionType(method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__)
-    graph = torch.compile(MethodType(copied, model), fullgraph=True, dynamic=False)
+    # 1. Make the graph of a copy of its forward pass.
+    graph = torch.compile(MethodType(copy_function(type(model).forward), model), fullgraph=True, dynamic=False)
 
     # 2. Compile by one pass, and leave no gradients of it.
     unmarked = SilentPhases()  # torch.compile can trace its null contexts
@@ -37,7 +42,6 @@ def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
         raise RuntimeError("torch.compile compiled nothing: is it switched off by TORCH_COMPILE_DISABLE?")
 
     def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        loss: Tensor = graph(tokens, targets, unmarked)
-        return loss
+        return graph(tokens, targets, unmarked)
 
     return forward

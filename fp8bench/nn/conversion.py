@@ -1,7 +1,7 @@
-"""Temporarily computes some layers of any model in another arithmetic.
+"""Temporarily computes some layers of any model in a different arithmetic.
 
-The forward pass of such a layer is replaced on the instance: its class, parameters, hooks and state stay as they are,
-and so do tied weights and existing optimizers. Undoing it removes the replacement. The result has the dtype that the
+The forward pass of such a layer is replaced on the instance: its class, parameters, hooks and state do not change, nor
+do tied weights and existing optimizers. Undoing it removes the replacement. The result has the dtype that the
 layer's own forward pass would give: the input's, or autocast's. Accelerate, which replaces layers itself, prepares a
 whole model instead (`AcceleratedModel`).
 """
@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -42,7 +42,7 @@ from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 
-# The arithmetic of a layer, or None to leave it as it is.
+# Returns the arithmetic of a layer, or None to leave it unchanged.
 Choose = Callable[[Layer], Arithmetic | None]
 
 
@@ -53,10 +53,11 @@ class Conversion:
             conversion.phase = phase
             loss = model(**batch).loss
 
-    `held` are all weights of products, with the reason where one stays as it is. `multiples` are what native products
-    of the device require of contractions and columns: a layer whose sides do not fit stays as it is, and rows are
-    padded. With `shown` each converted module has its arithmetic as an attribute, for whoever watches casts. `keys` are
-    those of the precision map behind `choose`: a layer with two paths is asked for by the one that the map names.
+    `held` are all weights of products, with the reason where one is left unchanged. `multiples` are what native
+    products of the device require of contractions and columns: a layer whose sides do not fit is left unchanged, and
+    rows are padded. With `shown` each converted module has its arithmetic as an attribute, for whoever watches casts.
+    `keys` are those of the precision map behind `choose`: a layer with two paths is asked for by the one that the map
+    names.
 
     Raises UsageError if nothing would be converted, UnknownName for a pattern or key that names no layer; the model is
     untouched until this is entered. Copy a model before it is converted: replacements refer to the original.
@@ -81,9 +82,17 @@ class Conversion:
         holders = weights_of(model, skip)
         parts = layers_around(model, holders)
         check_map(keys, holders, [layer for layer, _ in parts])
-        parts = [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
-        self._around = [(module, _checked_around(layer, choose(layer))) for layer, module in parts]
-        # 2. Choose an arithmetic for each, and a reason for each that stays as it is.
+        self._around: list[tuple[nn.Module, Arithmetic]] = []
+        for layer, module in parts:
+            arithmetic = None if key_of(layer, keys) is None else choose(layer)
+            if isinstance(arithmetic, WholeLayers):
+                raise UsageError(
+                    f"{layer.name} has no product, and a backend of whole layers has nothing else. Give {layer.kind} "
+                    "another precision in --precision-map."
+                )
+            if arithmetic is not None:
+                self._around.append((module, arithmetic))
+        # 2. Choose an arithmetic for each, and a reason for each that is left unchanged.
         chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
         self.held = tuple(_decide(held, arithmetic, multiples) for held, arithmetic in chosen)
         self._arithmetics = {
@@ -115,8 +124,7 @@ class Conversion:
             for module, parameters in stacks.items():
                 self._replace(module, self._listening(module, parameters))
             for module, arithmetic in self._around:
-                if arithmetic is not None:
-                    self._replace_around(module, arithmetic)
+                self._replace_around(module, arithmetic)
         # A conversion that fails half way must not leave a model half converted.
         except BaseException:
             self.undo()
@@ -158,15 +166,6 @@ class Conversion:
         return forward
 
 
-def _checked_around(layer: Layer, arithmetic: Arithmetic | None) -> Arithmetic | None:
-    if isinstance(arithmetic, WholeLayers):
-        raise UsageError(
-            f"{layer.name} has no product, and a backend of whole layers has nothing else. Give {layer.kind} another "
-            "precision in --precision-map."
-        )
-    return arithmetic
-
-
 def _decide(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
     if held.reason:
         return held
@@ -179,8 +178,8 @@ def _decide(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple
 
 
 def misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
-    """Why native products refuse a layer's sides; '' if they take them. Rows are no matter: they can be padded."""
-    least = max(multiples)  # each side is contracted in one product of the layer, and columns in another
+    """Returns why native products refuse a layer's sides, or ''. Rows do not matter, because they can be padded."""
+    least = max(multiples)  # each side is contracted in one product of the layer, and gives the columns of the next
     outputs, inputs = held.sides
     wrong = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % least]
     verb = "is no multiple" if len(wrong) == 1 else "are no multiples"
@@ -197,6 +196,7 @@ def _reasons(held: Sequence[ProductWeight]) -> str:
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass(eq=False)
 class LayerProducts:
     """Products of one layer in one arithmetic. `phase` gives the markers of the running step.
 
@@ -204,30 +204,35 @@ class LayerProducts:
     with zeros: these change no product and no scale. `home` is the module that shows the arithmetic, if any.
     """
 
-    def __init__(
-        self, arithmetic: Arithmetic, phase: Callable[[], Phases], rows: int = 1, home: nn.Module | None = None
-    ) -> None:
-        self._own, self._home = arithmetic, home
-        self._phase = phase
-        self._rows = rows
+    chosen: Arithmetic
+    phase: Callable[[], Phases]
+    rows: int = 1
+    home: nn.Module | None = None
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return self._own if self._home is None else vars(self._home)["arithmetic"]
+        return self.chosen if self.home is None else vars(self.home)["arithmetic"]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         dtype = _own_dtype(x)
         if not x.numel():  # an expert without tokens
             return F.linear(x, weight.to(x.dtype)).to(dtype)
         with _without_autocast(x):
-            return self._linear(x, self._master(weight)).to(dtype)
+            weight = self._master(weight)
+            missing = -(x.numel() // x.shape[-1]) % self.rows
+            if not missing:
+                return linear(x, weight, self.arithmetic, self.phase()).to(dtype)
+            flat = x.reshape(-1, x.shape[-1])
+            y = linear(F.pad(flat, (0, 0, 0, missing)), weight, self.arithmetic, self.phase())
+            return y[: len(flat)].view(*x.shape[:-1], -1).to(dtype)
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """x (M, K), its first sizes[0] rows times the first of the weights (N, K) transposed, and so on.
+        """Multiplies parts of x (M, K) by their weights (N, K) transposed: the first sizes[0] rows by the first weight.
 
-        One grouped product, its parts padded with zeros, where the arithmetic has one and most rows are no padding.
+        It is one grouped product, its parts padded with zeros, if the arithmetic has one and most rows are not padding.
         """
-        multiple, own_rows = self.arithmetic.groups, self.arithmetic.part_rows
+        multiple = self.arithmetic.groups
+        own_rows = self.arithmetic.part_rows
         filled = [max(own_rows, -(-size // own_rows) * own_rows) for size in sizes]
         parts = torch.split_with_sizes(x, list(sizes))
         sides = {side for weight in weights for side in weight.shape}
@@ -238,29 +243,23 @@ class LayerProducts:
             return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, filled, strict=True)])
         ends = torch.tensor(filled, device=x.device).cumsum(0).to(torch.int32)
-        masters, dtype = [self._master(weight) for weight in weights], _own_dtype(x)
+        masters = [self._master(weight) for weight in weights]
+        dtype = _own_dtype(x)
         with _without_autocast(x):
-            y = grouped_linear(rows, masters, filled, ends, self.arithmetic, self._phase(), [None] * len(masters)).to(
+            y = grouped_linear(rows, masters, filled, ends, self.arithmetic, self.phase(), [None] * len(masters)).to(
                 dtype
             )
         # Cut off the rows that filled up the parts.
         cut = zip(torch.split_with_sizes(y, filled), sizes, strict=True)
         return torch.cat([part[:size] for part, size in cut])
 
-    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        missing = -(x.numel() // x.shape[-1]) % self._rows
-        if not missing:
-            return linear(x, weight, self.arithmetic, self._phase())
-        flat = x.reshape(-1, x.shape[-1])
-        y = linear(F.pad(flat, (0, 0, 0, missing)), weight, self.arithmetic, self._phase())
-        return y[: len(flat)].view(*x.shape[:-1], -1)
-
     def _master(self, weight: Tensor) -> Tensor:
         wider = weight.dtype == torch.float64 != self.arithmetic.carrier
         return weight.to(torch.float32) if wider else weight
 
     def whole(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        phase, dtype = self._phase(), _own_dtype(x)
+        phase = self.phase()
+        dtype = _own_dtype(x)
         with _without_autocast(x):
             carried = x.to(self.arithmetic.carrier)
             if carried.requires_grad:
@@ -279,7 +278,7 @@ class LayerProducts:
             pixels = x.permute(0, 2, 3, 1)
             rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)
             parts = [
-                convolve(part, filters, geometry, self.arithmetic, self._phase())
+                convolve(part, filters, geometry, self.arithmetic, self.phase())
                 for part, filters in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
             y = (parts[0] if groups == 1 else torch.cat(parts, -1)).permute(0, 3, 1, 2).to(dtype)
@@ -310,7 +309,8 @@ def _conv2d(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # n
     padding = module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        images, padding = F.pad(images, module._reversed_padding_repeated_twice, mode), (0, 0)
+        images = F.pad(images, module._reversed_padding_repeated_twice, mode)
+        padding = (0, 0)
     geometry = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
     y = products.convolution(images, module.weight, geometry, module.groups)
     if module.bias is not None:
@@ -343,7 +343,9 @@ class AcceleratedModel(PlainArithmetic):
 
     def __init__(self, recipe: str, level: str, facts: DeviceFacts) -> None:
         super().__init__(torch.bfloat16)
-        self._recipe, self._level, self._facts = recipe, level, facts
+        self._recipe = recipe
+        self._level = level
+        self._facts = facts
 
     def prepare_model(
         self, model: nn.Module, optimizer_of: OptimizerOf
@@ -353,11 +355,26 @@ class AcceleratedModel(PlainArithmetic):
         Raises UsageError where Accelerate refuses, or would change nothing. torchao's layers get new parameters, and an
         optimizer made before would never move them, so it is made afterwards. The other recipes want both at once.
         """
-        name, apart = type(model).__name__, self._recipe == "ao"
+        name = type(model).__name__
+        apart = self._recipe == "ao"
         # Its packages warn about versions whenever they are imported.
         with _quiet():
             try:
-                accelerator = self._accelerator()
+                from accelerate import Accelerator
+                from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+                recipes = {
+                    "ao": AORecipeKwargs,
+                    "te": TERecipeKwargs,
+                    "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
+                }
+                # The model is on its device already.
+                accelerator = Accelerator(
+                    mixed_precision="fp8",
+                    kwargs_handlers=[recipes[self._recipe]()],
+                    cpu=not self._facts.accelerated,
+                    device_placement=False,
+                )
                 prepared = accelerator.prepare(model) if apart else model
                 optimizer = optimizer_of([parameter for parameter in prepared.parameters() if parameter.requires_grad])
                 if optimizer is not None:
@@ -374,23 +391,6 @@ class AcceleratedModel(PlainArithmetic):
                 "whose sides are no multiples of 16, as they are. Choose fp8, or a model with more linear layers."
             )
         return prepared, optimizer
-
-    def _accelerator(self) -> Any:
-        from accelerate import Accelerator
-        from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-
-        recipes = {
-            "ao": AORecipeKwargs,
-            "te": TERecipeKwargs,
-            "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
-        }
-        # The model is on its device already.
-        return Accelerator(
-            mixed_precision="fp8",
-            kwargs_handlers=[recipes[self._recipe]()],
-            cpu=not self._facts.accelerated,
-            device_placement=False,
-        )
 
 
 def converted_in(model: nn.Module) -> frozenset[str]:

@@ -37,11 +37,10 @@ class Windows(NamedTuple):
     dilation: Sides = (1, 1)
 
     def places(self, image: Sequence[int]) -> Sides:
-        up, across = (
-            (side + 2 * padding - dilation * (size - 1) - 1) // stride + 1
-            for side, size, stride, padding, dilation in zip(image, *self, strict=True)
-        )
-        return up, across
+        places = []
+        for side, size, stride, padding, dilation in zip(image, *self, strict=True):
+            places.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
+        return places[0], places[1]
 
 
 _USUAL = Windows()
@@ -49,7 +48,7 @@ Layout = torch.memory_format
 
 
 def casts_whole(arithmetic: Arithmetic, layout: Layout) -> bool:
-    """Whether casts take images and weights as they lie in memory, element by element, and not as rows."""
+    """Whether casts take images and weights in the order of memory, element by element, instead of as rows."""
     return arithmetic.plain and layout == torch.contiguous_format
 
 
@@ -65,7 +64,7 @@ def _windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) 
 
 
 def in_layout(images: Tensor, layout: Layout) -> Tensor:
-    """Torch's images with channels last, in the order of memory that the layout says."""
+    """Returns torch's images with channels last, in the layout's order of memory."""
     if layout == torch.contiguous_format:
         return images.contiguous().permute(0, 2, 3, 1)
     return images.permute(0, 2, 3, 1).contiguous()
@@ -100,14 +99,13 @@ class _Form(NamedTuple):
         return self.values(self.arithmetic.turn(operand, source, role)).t()
 
     def gradient(self, g: Tensor, images: Tensor, windows: Tensor, by_windows: bool) -> Tensor:
-        """The gradient by images or windows, channels as its last dimension. Of that operand only the shape is used."""
+        """Returns the gradient by images or windows, channels last. It reads only the shape of that operand."""
         stride, padding, dilation = self.geometry[1:]
         mask = [not by_windows, by_windows, False]
         gradients = torch.ops.aten.convolution_backward(
             g, images, windows, None, stride, padding, dilation, False, [0, 0], 1, mask
         )
-        gradient: Tensor = gradients[1 if by_windows else 0]
-        return gradient.permute(0, 2, 3, 1)
+        return gradients[by_windows].permute(0, 2, 3, 1)
 
 
 def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
@@ -116,13 +114,15 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
     Copied in at least fp32: backward adds up all windows of a pixel in that dtype.
     """
     up, across = geometry.places(x.shape[1:3])
-    (along_up, along_across), (top, side) = geometry.stride, geometry.padding
+    (along_up, along_across) = geometry.stride
+    (top, side) = geometry.padding
     padded = F.pad(x.to(wide_dtype(x.dtype)), (0, 0, side, side, top, top))
     shifts = []
     # One shifted copy for each place of the window, which together are what im2col gives.
     for row in range(geometry.size[0]):
         for column in range(geometry.size[1]):
-            i, j = row * geometry.dilation[0], column * geometry.dilation[1]
+            i = row * geometry.dilation[0]
+            j = column * geometry.dilation[1]
             rows = slice(i, i + along_up * (up - 1) + 1, along_up)
             columns = slice(j, j + along_across * (across - 1) + 1, along_across)
             shifts.append(padded[:, rows, columns])
@@ -134,15 +134,20 @@ class _ConvolvedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, form: _Form, phase: Phases, operands: Both | None) -> Tensor:
-        arithmetic, geometry = form.arithmetic, form.geometry
+        arithmetic = form.arithmetic
+        geometry = form.geometry
         with cast_marker(arithmetic, phase):
             pixels = form.to_rows(x)
             a = arithmetic.cast(pixels, Role.INPUT)
             b = operands[0] if operands else arithmetic.cast(weight, Role.WEIGHT)
-            images, windows = form.images(form.values(a), x.shape), form.windows(form.values(b))
+            images = form.images(form.values(a), x.shape)
+            windows = form.windows(form.values(b))
         sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
-        ctx.form, ctx.phase, ctx.shape, ctx.weight_shape = form, phase, x.shape, weight.shape
+        ctx.form = form
+        ctx.phase = phase
+        ctx.shape = x.shape
+        ctx.weight_shape = weight.shape
         with phase.gemm:
             y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
             return in_layout(y.to(arithmetic.carrier), form.layout)
@@ -150,16 +155,21 @@ class _ConvolvedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice()
-        form, phase, arithmetic = ctx.form, ctx.phase, ctx.form.arithmetic
+        form = ctx.form
+        phase = ctx.phase
+        arithmetic = ctx.form.arithmetic
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
-        a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
+        a = Operand(a_data, a_scale)
+        b = Operand(b_data, b_scale)
         casting = cast_marker(arithmetic, phase)
 
         # 1. Cast the incoming gradient, and restore what forward multiplied: its shapes are needed below.
         with casting:
-            places, gradient = gradients[0].shape, form.to_rows(gradients[0])
+            places = gradients[0].shape
+            gradient = form.to_rows(gradients[0])
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            images, windows = form.images(form.values(a), ctx.shape), form.windows(form.values(b))
+            images = form.images(form.values(a), ctx.shape)
+            windows = form.windows(form.values(b))
 
         # 2. The input gradient contracts over output channels.
         input_gradient = weight_gradient = None
@@ -201,8 +211,7 @@ def convolve(
     # Without an explicit product torch's own convolution takes rounded operands.
     if not arithmetic.explicit:
         form = _Form(arithmetic, geometry, layout)
-        y: Tensor = _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]
-        return y
+        return _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]
     # A product of a linear layer, with a row for each position.
     if x.requires_grad:
         windows = region(phase.gemm, _write_out_windows, x, geometry=geometry)
@@ -228,7 +237,9 @@ class Convolution(nn.Module):
         layout: Layout = torch.channels_last,
     ) -> None:
         super().__init__()
-        self.arithmetic, self.geometry, self.layout = arithmetic, geometry, layout
+        self.arithmetic = arithmetic
+        self.geometry = geometry
+        self.layout = layout
         self.operands: Both | None = None
         weight = torch.empty(outputs, math.prod(geometry.size) * inputs)
         nn.init.normal_(weight, std=math.sqrt(2 / weight.shape[1]))
@@ -251,7 +262,7 @@ class Convolution(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm in at least fp32, unless an arithmetic says otherwise; the result has the input's dtype.
+    """Batch norm in at least fp32, or in its arithmetic; the result has the input's dtype.
 
     It normalises by the batch's statistics. A `running` one keeps a mean of them in training, as torch's does, and
     normalises by that in eval mode; the mean is kept in the arithmetic too.
@@ -270,17 +281,18 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         arithmetic = self.arithmetic
-        weight, bias = (cast_to(parameter, arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
+        weight = cast_to(self.weight, arithmetic, Role.WEIGHT)
+        bias = cast_to(self.bias, arithmetic, Role.WEIGHT)
         wide = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
-        mean, variance = self.running_mean, self.running_var
-        by_batch = self.training or mean is None
-        if arithmetic is not None and mean is not None and variance is not None:
-            mean, variance = mean.clone(), variance.clone()  # backward keeps the tensors that it is given
+        statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
+        by_batch = self.training or not statistics
+        # Backward keeps the tensors that it is given: with an arithmetic these are copies, which are rounded below.
+        running = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
+        mean, variance = running or (None, None)
         y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
-        if arithmetic is not None and self.training and mean is not None and variance is not None:
-            assert self.running_mean is not None and self.running_var is not None
-            self.running_mean.copy_(cast_to(mean, arithmetic).detach())
-            self.running_var.copy_(cast_to(variance, arithmetic).detach())
+        if arithmetic is not None and self.training:
+            for statistic, tensor in zip(statistics, running, strict=True):
+                statistic.copy_(cast_to(tensor, arithmetic).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 
@@ -296,5 +308,5 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(self.first(x, phase)))
-        # A layer of another precision returns its own carrier; the block keeps the dtype of its input.
+        # Layers may return different carriers; the block keeps the dtype of its input.
         return F.relu(x + self.norm_second(self.second(hidden, phase)).to(x.dtype))

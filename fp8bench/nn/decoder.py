@@ -64,17 +64,18 @@ class CachedPass:
             return heads.read(self.at + new.shape[2])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        new, mask = q.shape[2], None
+        new = q.shape[2]
+        mask = None
         if new > 1 and self.at:
             mask = torch.ones(new, self.at + new, dtype=torch.bool, device=q.device).tril(self.at)
         return fused_attention(q, k, v, new > 1 and not self.at, mask)
 
 
+@dataclass(eq=False)
 class ServedLinear:
-    """Multiplies by a kept weight. No module: in a step of one token what a module's call costs would show."""
+    """Multiplies by a kept weight. Not a module: the cost of a module's call would show in a step of one token."""
 
-    def __init__(self, stored: KeptWeight) -> None:
-        self.kept = stored
+    kept: KeptWeight
 
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
         y = self.kept.times(x.reshape(-1, x.shape[-1]), phase)
@@ -85,7 +86,9 @@ class ServedNorm:
     """A norm whose weight was cast once; the result is in the carrier."""
 
     def __init__(self, norm: Norm, weight: Tensor, arithmetic: Arithmetic | None, carrier: torch.dtype) -> None:
-        self.weight, self.arithmetic, self.carrier = weight, arithmetic, carrier
+        self.weight = weight
+        self.arithmetic = arithmetic
+        self.carrier = carrier
         self.form = norm.root_mean_square, norm.epsilon
         self.dtype = wide_dtype(carrier) if arithmetic is None else weight.dtype
 
@@ -114,11 +117,14 @@ class Decoder(nn.Module):
         around: Mapping[str, Arithmetic] | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.carrier, self.vocabulary = config, carrier, config.vocabulary
+        self.config = config
+        self.carrier = carrier
+        self.vocabulary = config.vocabulary
         self.around = around or {}
-        self._weight, self._keep = weight, keep
+        self._weight = weight
+        self._keep = keep
 
-        # 1. What surrounds the blocks.
+        # 1. The layers around the blocks.
         self.embedding = self._cast_once("embedding", "embedding")
         device = str(self.embedding.device)
         self.positions = None if config.modern else self._cast_once("positions", "embedding")
@@ -132,12 +138,18 @@ class Decoder(nn.Module):
             self.blocks = build_blocks(config, lambda name: PlainArithmetic(carrier), FusedCore())  # type: ignore[assignment]
             norm = Norm(config.width, config.modern)
         for path, module in list(self.named_modules()):
-            self._serve(path, module)
+            if isinstance(module, Linear):
+                self._replace(path, self._served_linear(path, self._weight(f"{path}.weight")))
+            elif isinstance(module, Norm):
+                self._replace(path, self._served_norm(path, module))
         for number, block in enumerate(self.blocks):
             block.residual = self.around.get("residual")
             self._serve_parts(f"blocks.{number}", block)
         self.norm = self._served_norm("norm", norm)
-        self.head = self._served_linear("head", self._head_weight())
+        # A tied head is the embedding itself, unless that is rounded by a precision that the head does not have.
+        shared = config.tied and "embedding" not in self.around
+        head = self.embedding if shared else self._weight("embedding" if config.tied else "head.weight")
+        self.head = self._served_linear("head", head)
         del self._weight, self._keep
 
         # 3. An empty cache.
@@ -152,17 +164,6 @@ class Decoder(nn.Module):
         arithmetic = self.around.get(part)
         weight = self._weight(path)
         return weight.to(self.carrier) if arithmetic is None else cast_to(weight, arithmetic, Role.WEIGHT)
-
-    def _serve(self, path: str, module: nn.Module) -> None:
-        """Replaces a module that has weights by one that has kept ones."""
-        served: Callable[..., Tensor]
-        if isinstance(module, Linear):
-            served = self._served_linear(path, self._weight(f"{path}.weight"))
-        elif isinstance(module, Norm):
-            served = self._served_norm(path, module)
-        else:
-            return
-        self._replace(path, served)
 
     def _serve_parts(self, path: str, block: Block) -> None:
         """Replaces attention and the feed-forward part by functions: a module's call costs as much as a small kernel,
@@ -190,14 +191,8 @@ class Decoder(nn.Module):
         self.norms.append(served)
         return served
 
-    def _head_weight(self) -> Tensor:
-        """A tied head is the embedding itself, unless that is rounded by a precision that the head does not have."""
-        if not self.config.tied:
-            return self._weight("head.weight")
-        return self._weight("embedding") if "embedding" in self.around else self.embedding
-
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
-        """Logits of the last of (batch, new) tokens, or of `every` one: (batch, new, vocabulary)."""
+        """Returns logits of the last of (batch, new) tokens, or of `every` one: (batch, new, vocabulary)."""
         end = at + tokens.shape[1]
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
@@ -228,17 +223,17 @@ class Decoder(nn.Module):
         return (self.embedding, self.positions, self.norms, self.experts, self.layers), self.cache
 
     def weight_bytes(self) -> int:
-        tensors = [self.embedding, *([] if self.positions is None else [self.positions])]
-        tensors += [norm.weight for norm in self.norms]
-        tensors += [experts.router for experts in self.experts]
+        tensors = [norm.weight for norm in self.norms] + [experts.router for experts in self.experts]
         for stored in self.layers.values():
             tensors += stored.tensors()
+        tensors += [self.embedding] if self.positions is None else [self.embedding, self.positions]
         once = {tensor.data_ptr(): tensor for tensor in tensors}  # a tied head is the embedding
         return sum(tensor.nbytes for tensor in once.values())
 
     def expert_bytes(self) -> int:
         """The bytes of the experts that the last pass read."""
-        loads, total = self.loads, 0
+        loads = self.loads
+        total = 0
         for path, stored in self.layers.items():
             # Paths of experts name the block and the expert; others are read in every pass.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")

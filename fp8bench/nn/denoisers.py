@@ -56,7 +56,8 @@ class DiT(nn.Module):
         self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, clock: torch.dtype, core: Core
     ) -> None:
         super().__init__()
-        self.carrier, self.side = carrier, sizes.image // PATCH
+        self.carrier = carrier
+        self.side = sizes.image // PATCH
         self.time = TimeEmbedding(sizes.width, clock, prefix_names(choose, "time"))
         self.first = Linear(PATCH * PATCH * CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
@@ -67,7 +68,8 @@ class DiT(nn.Module):
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Patches as tokens.
-        batch, side = len(latent), self.side
+        batch = len(latent)
+        side = self.side
         grid = latent.view(batch, side, PATCH, side, PATCH, CHANNELS)
         patches = grid.transpose(2, 3).reshape(batch, side * side, -1)
 
@@ -82,17 +84,18 @@ class DiT(nn.Module):
         # 3. Tokens as patches.
         y = self.last(self.norm(x, *self.modulation(time, phase, x.dtype)), phase)
         y = y.view(batch, side, side, PATCH, PATCH, CHANNELS)
-        return y.transpose(2, 3).reshape(latent.shape)  # type: ignore[no-any-return]
+        return y.transpose(2, 3).reshape(latent.shape)
 
 
 class GroupNorm(nn.Module):
-    """Group norm in at least fp32, unless an arithmetic says otherwise; the result has the input's dtype."""
+    """Group norm in at least fp32, or in its arithmetic; the result has the input's dtype."""
 
     arithmetic: Arithmetic | None = None
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (cast_to(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
@@ -129,7 +132,8 @@ class UNet(nn.Module):
         self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, clock: torch.dtype, core: Core
     ) -> None:
         super().__init__()
-        self.carrier, width = carrier, sizes.width
+        self.carrier = carrier
+        width = sizes.width
 
         def block(inputs: int, outputs: int, name: str) -> TimedResidual:
             return TimedResidual(inputs, outputs, width, prefix_names(choose, name))
@@ -166,8 +170,7 @@ class UNet(nn.Module):
         x = torch.cat((inner.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time, phase)
-        y: Tensor = self.last(F.silu(self.norm(x)), phase)
-        return y
+        return self.last(F.silu(self.norm(x)), phase)
 
 
 DENOISERS = {"dit": DiT, "unet": UNet}

@@ -70,7 +70,7 @@ class Sampling(Exercise):
             let_go(layer.weight)
 
     def step(self, phase: Phases) -> None:
-        """ACCUMULATE ends each step, so that the clock can tell steps apart."""
+        """Runs all steps. ACCUMULATE ends each, so that the clock can separate them."""
         with phase.elementwise:
             for _ in self.latents(phase):
                 pass
@@ -89,28 +89,31 @@ class Sampling(Exercise):
     def after(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
         for layer, low, high in self.switched:
             vars(layer).update(high if self.plan.high(step) else low)
-        time, next_time = self.plan.time(step), self.plan.time(step + 1)
-        velocity = self._velocity(latent, time, phase).to(latent.dtype)
-        with phase.accumulate:
-            # Image and noise as latent and velocity imply them, mixed for the next time.
-            turn = angle(time) - angle(next_time)
-            return math.cos(turn) * latent - math.sin(turn) * velocity
-
-    def _velocity(self, latent: Tensor, time: int, phase: Phases) -> Tensor:
+        time = self.plan.time(step)
+        next_time = self.plan.time(step + 1)
 
         def predict(latent: Tensor, condition: Tensor) -> Tensor:
             times = torch.full((len(latent),), float(time), dtype=latent.dtype, device=latent.device)
-            return self.layer(latent, times, condition, phase)  # type: ignore[no-any-return]
+            return self.layer(latent, times, condition, phase)
 
+        # 1. The velocity, by one or two evaluations.
         condition = self.inputs[1]
         if self.plan.guidance == "none":
-            return predict(latent, condition)
-        without = torch.zeros_like(condition)
-        if self.plan.guidance == "twice":
-            conditioned, free = predict(latent, condition), predict(latent, without)
+            velocity = predict(latent, condition)
         else:
-            conditioned, free = predict(torch.cat((latent, latent)), torch.cat((condition, without))).chunk(2)
-        return free + GUIDANCE * (conditioned - free)
+            without = torch.zeros_like(condition)
+            if self.plan.guidance == "twice":
+                conditioned = predict(latent, condition)
+                free = predict(latent, without)
+            else:
+                conditioned, free = predict(torch.cat((latent, latent)), torch.cat((condition, without))).chunk(2)
+            velocity = free + GUIDANCE * (conditioned - free)
+
+        # 2. Image and noise as latent and velocity imply them, mixed for the next time.
+        velocity = velocity.to(latent.dtype)
+        with phase.accumulate:
+            turn = angle(time) - angle(next_time)
+            return math.cos(turn) * latent - math.sin(turn) * velocity
 
 
 def _multiplier(layer: Linear | Convolution, arithmetic: Arithmetic) -> _Multiplier:
@@ -129,15 +132,17 @@ def errors_by_step(low: Sampling, exact: Sampling, usual: Sampling, variant: Sam
     starts = [exact.inputs[0], *exact_latents[:-1]]
 
     def sample_both_ways(sampling: Sampling) -> dict[str, list[Tensor]]:
-        free, single = list(sampling.latents(silent)), []
+        free = list(sampling.latents(silent))
+        single = []
         for step, start in enumerate(starts):
             single.append(sampling.after(start.to(sampling.inputs[0].dtype), step, silent))
         return {"free": free, "single": single}
 
-    # 1. Sample by all arithmetics; the variant has another kernel for attention, too.
+    # 1. Sample by all arithmetics; the variant also has a different kernel for attention.
     with attention_by("math"):
         variants = sample_both_ways(variant)
-    lows, usuals = sample_both_ways(low), sample_both_ways(usual)
+    lows = sample_both_ways(low)
+    usuals = sample_both_ways(usual)
 
     # 2. Compare step by step.
     errors: dict[str, float] = {}
@@ -181,13 +186,15 @@ class DenoiserTraining(Exercise):
 def denoiser_state(
     setup: Setup, sizes: DenoiserSizes, plan: SamplerPlan | None, choose: Choose, carrier: torch.dtype, rounded: bool
 ) -> Sampling | DenoiserTraining:
-    """A sampling by the plan, or a training step without one, from the case's seed: the same noise, images, conditions
-    and times for every precision. `rounded` says whether time steps are rounded to the carrier."""
+    """Makes a sampling by the plan, or a training step without one, from the case's seed: the same noise, images,
+    conditions and times for every precision. Time steps are rounded to the carrier if `rounded`."""
     wide = wide_dtype(carrier)
     core: Core = FusedCore(causal=False)
     if carrier is torch.float64:  # no fused GPU kernel takes it
-        core, rounded = HeadwiseCore(core), False
-    clock, latents = carrier if rounded else wide, (sizes.batch, sizes.image, sizes.image, CHANNELS)
+        core = HeadwiseCore(core)
+        rounded = False
+    clock = carrier if rounded else wide
+    latents = (sizes.batch, sizes.image, sizes.image, CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]
     # The layer and its inputs are drawn alike for every precision; only the arithmetic differs.
     state = exercise(

@@ -21,7 +21,7 @@ from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Phases, SilentPhases
 
-# Scales the head so that the largest probability of 64 classes lies between 0.05 and 0.6.
+# Scales the head so that the largest probability of 64 classes is from 0.05 to 0.6.
 _SHARPNESS = 2.0
 
 
@@ -61,16 +61,15 @@ class EarlyExit(nn.Module):
             if self.exits is None or number == len(self.blocks) - 1:
                 continue
             # Rows that leave here cost nothing in the blocks that follow.
-            stays = self._staying(self.exits, number, logits)
-            x, rows = x[stays], rows[stays]
+            # A schedule computes the confidence too, so that the step does the same work. With thresholds the host
+            # waits for the number of remaining rows.
+            sure = confidence(logits)
+            exits = self.exits
+            stays = exits.staying[number] if exits.staying else (sure < exits.thresholds[number]).nonzero().squeeze(-1)
+            x = x[stays]
+            rows = rows[stays]
             if not len(rows):
                 return
-
-    def _staying(self, exits: Exits, number: int, logits: Tensor) -> Tensor:
-        """The confidence is computed for a schedule too, so that the step does the same work. With thresholds the host
-        waits for the number of rows left."""
-        sure = confidence(logits)
-        return exits.staying[number] if exits.staying else (sure < exits.thresholds[number]).nonzero().squeeze(-1)
 
     def depths(self, x: Tensor) -> Tensor:
         depths = torch.zeros(len(x), dtype=torch.int64, device=x.device)
@@ -105,7 +104,7 @@ def threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
     staying = torch.arange(len(x), device=x.device)
     with torch.no_grad():
         for count, (row_numbers, logits) in zip(rows[1:], exact.walk(x, SilentPhases()), strict=False):
-            # 1. The exact pass walks all rows: look at those that thresholds so far let stay.
+            # 1. The exact pass walks all rows: look at those below all thresholds up to here.
             sure = confidence(logits[torch.isin(row_numbers, staying)])
             ordered = sure.sort().values
             if count and not ordered[count - 1] < ordered[count]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fp8bench.model import MemoryRole, Scalars
+from fp8bench.model import MemoryRole
 from fp8bench.nn.whole_layers import surround
 from fp8bench.numerics.distributions import drawn
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
@@ -25,7 +25,7 @@ class Exercise:
     pull: Tensor | None
 
     def step(self, phase: Phases) -> None:
-        """One pass. What the layer does not mark itself is ELEMENTWISE; all memory is freed inside."""
+        """Runs one pass. Work that the layer does not mark is ELEMENTWISE; all memory is freed inside."""
         if self.pull is None:
             with phase.elementwise, torch.no_grad():
                 self.layer(*self.inputs, phase)
@@ -83,7 +83,10 @@ def exercise(
         layer = build()
         surround(layer)
         if VALUES.of(params) != "normal":
-            _refill_weights(layer, params)
+            with torch.no_grad():
+                for weight in layer.parameters():
+                    if weight.dim() > 1:
+                        weight.copy_(drawn(params, weight.shape) * weight.square().mean().sqrt())
         # Weights are drawn in float32 and widened, so that a reference has the same ones.
         if dtype is torch.float64:
             layer = layer.double()
@@ -94,10 +97,3 @@ def exercise(
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
         return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))
-
-
-def _refill_weights(layer: nn.Module, params: Scalars) -> None:
-    with torch.no_grad():
-        for weight in layer.parameters():
-            if weight.dim() > 1:
-                weight.copy_(drawn(params, weight.shape) * weight.square().mean().sqrt())

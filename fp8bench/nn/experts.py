@@ -37,8 +37,7 @@ ROWS = 32
 
 def counts_on_host(counts: Tensor) -> list[int]:
     """The number of tokens of each expert. This is the one point in a layer where the host waits."""
-    loads: list[int] = counts.tolist()
-    return loads
+    return counts.tolist()
 
 
 def count_tokens(chosen: Tensor, experts: int) -> Tensor:
@@ -54,17 +53,20 @@ def combine(rows: Tensor, scores: Tensor) -> Tensor:
 
 
 class ServedExperts:
-    """A served model's experts, one after the other, whatever their weights' format; `loads` are their last tokens.
+    """Runs a served model's experts one after the other, in any format of weights; `loads` are their last tokens.
 
-    There is no padding, and only experts with tokens run.
+    Rows are not padded, and only experts with tokens run.
     """
 
     def __init__(self, router: Tensor, experts: Sequence[Callable[..., Tensor]], top_k: int) -> None:
-        self.router, self.experts, self.top_k = router, experts, top_k
+        self.router = router
+        self.experts = experts
+        self.top_k = top_k
         self.loads: list[int] = []
 
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
-        flat, wide = x.reshape(-1, x.shape[-1]), wide_dtype(x.dtype)
+        flat = x.reshape(-1, x.shape[-1])
+        wide = wide_dtype(x.dtype)
         scores, chosen = F.linear(flat.to(wide), self.router.to(wide)).topk(self.top_k)
         # The host has to know how many tokens each expert gets, which waits for the device.
         self.loads = counts_on_host(count_tokens(chosen, len(self.router)))
@@ -89,11 +91,12 @@ class Experts(nn.Module):
     ahead: Tensor | None = None
     ranks = 1
 
-    def __init__(self, width: int, count: int, make: Callable[[Choose], FeedForward], choose: Choose) -> None:
+    def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        experts = [make(prefix_names(choose, f"experts.{number}")) for number in range(count)]
-        self.experts = nn.ModuleList(experts)  # type: ignore[assignment]
+        scopes = [prefix_names(choose, f"experts.{number}") for number in range(count)]
+        experts = nn.ModuleList(FeedForward(width, hidden, gated, gain, scope) for scope in scopes)
+        self.experts = experts  # type: ignore[assignment]
         self.count = count
         self.balance: Tensor | None = None
 
@@ -116,8 +119,7 @@ class Experts(nn.Module):
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.ahead is None:
-            best, chosen = scores.topk(CHOSEN)
-            return best, chosen
+            return scores.topk(CHOSEN)
         chosen = self.ahead[: len(scores)]
         return scores.gather(1, chosen), chosen
 
@@ -129,7 +131,7 @@ class Experts(nn.Module):
         return torch.cat(self._run_parts(parts, counts, phase))
 
     def _run_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """The outputs of each expert for its part of the rows."""
+        """Returns the outputs of each expert for its part of the rows."""
         # 1. Fill each part up with zeros to what products contract in multiples of.
         grouped = self._are_groupable()
         multiple = self._row_multiple(grouped)
@@ -138,40 +140,35 @@ class Experts(nn.Module):
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
 
         # 2. Multiply all parts in one grouped product, or expert by expert.
+        outputs: Sequence[Tensor]
         if grouped:
             counts = counts.clamp(min=1) if self.fills_empty else counts
             ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
-            outputs = torch.split_with_sizes(self._multiply_at_once(torch.cat(filled), sizes, ends, phase), sizes)
+            first = self.experts[0]
+
+            def multiply(x: Tensor, layers: list[Linear]) -> Tensor:
+                weights = [layer.weight for layer in layers]
+                operands = [layer.operands for layer in layers]
+                return grouped_linear(x, weights, sizes, ends, first.up.arithmetic, phase, operands)
+
+            hidden = first.activate(multiply(torch.cat(filled), [expert.up for expert in self.experts]))
+            outputs = multiply(hidden, [expert.down for expert in self.experts]).split_with_sizes(sizes)
         else:
             pairs = zip(self.experts, filled, strict=True)
-            outputs = tuple(expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in pairs)
+            outputs = [expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in pairs]
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
     def _row_multiple(self, grouped: bool) -> int:
         return self.experts[0].up.arithmetic.part_rows if grouped else ROWS
 
     def _are_groupable(self) -> bool:
-        """Whether all experts share one arithmetic, which multiplies in groups and whose multiples their sides are."""
-        # One grouped product needs one arithmetic for all experts, and sides that its kernel takes.
-        common = self.experts[0].up.arithmetic
-        if common.groups <= 0:
-            return False
-        for expert in self.experts:
-            for layer in (expert.up, expert.down):
-                if layer.arithmetic is not common:
-                    return False
+        """Whether all experts share one arithmetic that multiplies in groups, and fit its multiples."""
         first = self.experts[0]
+        common = first.up.arithmetic
+        layers = [expert.up for expert in self.experts] + [expert.down for expert in self.experts]
+        if common.groups <= 0 or any(layer.arithmetic is not common for layer in layers):
+            return False
         return not any(side % common.groups for side in (*first.up.weight.shape, *first.down.weight.shape))
-
-    def _multiply_at_once(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
-        arithmetic = self.experts[0].up.arithmetic
-
-        def multiply(x: Tensor, layers: list[Linear]) -> Tensor:
-            weights, operands = [layer.weight for layer in layers], [layer.operands for layer in layers]
-            return grouped_linear(x, weights, sizes, ends, arithmetic, phase, operands)
-
-        hidden = self.experts[0].activate(multiply(x, [expert.up for expert in self.experts]))
-        return multiply(hidden, [expert.down for expert in self.experts])
 
 
 def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
@@ -263,8 +260,7 @@ class _Transport(torch.autograd.Function):
 
 
 def transport(x: Tensor, numbers: Tensor, wire: str) -> Tensor:
-    rows: Tensor = _Transport.apply(x, numbers, wire)  # type: ignore[no-untyped-call]
-    return rows
+    return _Transport.apply(x, numbers, wire)  # type: ignore[no-untyped-call]
 
 
 class LoadedExperts(Experts):
@@ -274,16 +270,15 @@ class LoadedExperts(Experts):
     plan: Tensor | None
 
     def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: Choose) -> None:
-        def make(scope: Choose) -> FeedForward:
-            return FeedForward(sizes.width, sizes.hidden, True, 1.0, scope)
-
-        super().__init__(sizes.width, sizes.experts, make, choose)
+        super().__init__(sizes.experts, sizes.width, sizes.hidden, True, 1.0, choose)
         # Scores of order one: smaller ones would weigh all experts alike.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
-        self.top_k, self.travel = sizes.top_k, travel
+        self.top_k = sizes.top_k
+        self.travel = travel
         self.register_buffer("plan", None if plan is None else plan.to(self.router.device))
         self._planned_sizes = None if plan is None else plan.flatten().bincount(minlength=sizes.experts).tolist()
-        self.watched, self.seen = False, (torch.empty(0), list[int]())
+        self.watched = False
+        self.seen = (torch.empty(0), list[int]())
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         # 1. The router scores each token and chooses its experts, or a plan does.
@@ -318,24 +313,26 @@ class Mixture(nn.Module):
     """Layers of experts, each behind a norm and with a residual."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
+    blocks: Sequence[LoadedExperts]
 
     def __init__(self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
         scopes = [prefix_names(choose, f"blocks.{number}") for number in range(len(plans))]
         layers = [LoadedExperts(sizes, plan, travel, scope) for plan, scope in zip(plans, scopes, strict=True)]
-        self.blocks = nn.ModuleList(layers)
+        self.blocks = nn.ModuleList(layers)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        dtype, residual = x.dtype, self.around["residual"]
+        dtype = x.dtype
+        residual = self.around["residual"]
         x = start_stream(x, dtype, residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = cast_to(x + block(norm(x), phase).to(x.dtype), residual)
         return x.to(dtype)
 
     def expert_bytes(self) -> int:
-        """The bytes of one expert's weights as they are multiplied."""
-        expert = self._layers()[0].experts[0]
+        """Returns the bytes of one expert's weights in the format of its products."""
+        expert = self.blocks[0].experts[0]
         total = 0
         for layer in (expert.up, expert.down):
             cast = layer.operands or (layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT),)
@@ -344,16 +341,12 @@ class Mixture(nn.Module):
 
     def watch(self, run: Callable[[], object]) -> list[tuple[Tensor, list[int]]]:
         """Calls `run`; returns each layer's choices of its router, and the number of tokens of each expert."""
-        layers = self._layers()
-        for layer in layers:
-            layer.watched = True
+        for block in self.blocks:
+            block.watched = True
         run()
-        for layer in layers:
-            layer.watched = False
-        return [layer.seen for layer in layers]
-
-    def _layers(self) -> list[LoadedExperts]:
-        return [block for block in self.blocks if isinstance(block, LoadedExperts)]
+        for block in self.blocks:
+            block.watched = False
+        return [block.seen for block in self.blocks]
 
 
 def disagreements(choices: Sequence[Tensor], exact_choices: Sequence[Tensor]) -> list[float]:

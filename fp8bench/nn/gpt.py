@@ -10,7 +10,7 @@ Also here: `take_blocks`, whole blocks by a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class ScaledStream(Protocol):
-    """What unit scaling does at the beginning and the end of a model's stream."""
+    """The constants of unit scaling at the beginning and the end of a model's stream."""
 
     def begin(self, tokens: int) -> None:
         """Prepare for a batch with this number of tokens."""
@@ -42,12 +42,22 @@ class ScaledStream(Protocol):
 class LanguageModel(nn.Module):
     """Tokens and targets in, mean loss out; with reduction 'none' the loss of each token, (batch x tokens).
 
-    `around` has the arithmetics of what the model holds in addition to its modules; None is high precision.
+    `around` has the arithmetics of what the model holds in addition to its modules; None is high precision. In
+    training, `dropout` is the share of values that `drop` sets to zero.
     """
 
-    carrier: torch.dtype
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
     unit: ScaledStream | None = None
+
+    def __init__(self, config: GPTConfig, carrier: torch.dtype, dropout: float) -> None:
+        super().__init__()
+        self.carrier = carrier
+        self.dropout = dropout
+        # Learned tables begin small: the first logits are then nearly the same for all tokens.
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return drop(x, self.dropout if self.training else 0.0)
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         if self.unit is not None:
@@ -58,10 +68,10 @@ class LanguageModel(nn.Module):
         logits = cast_to(logits, self.around["logits"]) if self.unit is None else self.unit.scale_logits(logits)
         return cross_entropy(logits, targets, reduction)
 
-    def look_up(self, tokens: Tensor, table: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The stream's first values: rows of the table, with the first of the positions added."""
+    def look_up(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the stream's first values: rows of the embedding, with the first of the positions added."""
         arithmetic = self.around["embedding"]
-        x = F.embedding(tokens, cast_to(table, arithmetic, Role.WEIGHT))
+        x = F.embedding(tokens, cast_to(self.embedding, arithmetic, Role.WEIGHT))
         if positions is not None:
             x = x + cast_to(positions[: tokens.shape[1]], arithmetic, Role.WEIGHT)
         return start_stream(x, self.carrier, self.around["residual"])
@@ -89,12 +99,8 @@ class GPT(LanguageModel):
         core: Core | None = None,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.carrier = carrier
+        super().__init__(config, carrier, dropout)
         self.checkpointing = checkpointing
-        # Learned tables begin small: the first logits are then nearly the same for all tokens.
-        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         self.blocks = build_blocks(config, choose, core or FusedCore(), dropout)
         self.norm = Norm(config.width, config.modern)
@@ -115,10 +121,8 @@ class GPT(LanguageModel):
         return self.read_logits(self.run_blocks(self.embed(tokens), phase, tokens.shape[1]), phase)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = self.look_up(tokens, self.embedding, self.positions)
-        if self.unit is not None:
-            x = self.unit.scale_embedding(x)
-        return drop(x, self.dropout if self.training else 0.0)
+        x = self.look_up(tokens, self.positions)
+        return self.drop(x if self.unit is None else self.unit.scale_embedding(x))
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
@@ -135,8 +139,7 @@ class GPT(LanguageModel):
         return x
 
     def read_logits(self, x: Tensor, phase: Phases) -> Tensor:
-        y: Tensor = self.head(self.norm(x), phase)
-        return y
+        return self.head(self.norm(x), phase)
 
 
 def take_blocks(model: GPT, heads: int) -> None:
@@ -148,12 +151,8 @@ def take_blocks(model: GPT, heads: int) -> None:
         norms = (block.norm_attn.weight, block.norm_mlp.weight)
         layer = block.attn.qkv.arithmetic.fuse(Fused(norms, weights, heads=heads))
         if layer is not None:
-            vars(block)["forward"] = _without_phases(layer)
+            vars(block)["forward"] = lambda x, phase, rotation, layer=layer: layer(x)
 
 
 def blocks_are_taken(model: GPT) -> bool:
     return any("forward" in vars(block) for block in model.blocks)
-
-
-def _without_phases(layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Phases, Tensor | None], Tensor]:
-    return lambda x, phase, rotation: layer(x)

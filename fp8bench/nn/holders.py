@@ -1,9 +1,9 @@
 """The weights of any model that products are made with: which can be converted, why others cannot, and their products.
 
 A parameter of three dimensions holds a matrix for each expert. How a module deals out tokens to its experts cannot be
-known, so its forward pass runs as ever, and torch's functions are watched meanwhile. What is taken from such a
-parameter (a slice, a choice of matrices, a cast) is recognised by the call that made it, and products with it are
-replaced. That works for one matrix at a time, for products of many matrices, and for grouped products.
+known, so its forward pass runs unchanged while torch's functions are watched. A slice of such a parameter, a choice of
+its matrices, or a cast of it is recognised by the call that made it, and products with it are replaced. This works for
+one matrix at a time, for products of many matrices, and for grouped products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model.step import part_of
 from fp8bench.protocols import Layer, key_of, keys_of
 
-LINEAR, CONV1D, CONV2D, EXPERTS, HEAD = "linear", "conv1d", "conv2d", "experts", "head"
+LINEAR = "linear"
+CONV1D = "conv1d"
+CONV2D = "conv2d"
+EXPERTS = "experts"
+HEAD = "head"
 # Layers that torch multiplies in ways that have no counterpart here.
 _OTHERS = (
     nn.Conv1d,
@@ -38,10 +42,13 @@ _OTHERS = (
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
-# What surrounds products: embeddings and norms, the head's output, and the residual stream, which is no module.
-EMBED, NORM, LOGITS, RESIDUAL = "embed", "norm", "logits", "residual"
+# Layers around products: embeddings and norms, the head's output, and the residual stream, which has no module.
+EMBED = "embed"
+NORM = "norm"
+LOGITS = "logits"
+RESIDUAL = "residual"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
-# The last word of a head's path, where neither the model nor a tied embedding tells which layer it is.
+# The last word of a head's path, used if neither the model nor a tied embedding identifies the layer.
 _HEADS = ("head", "lm_head", "classifier", "score")
 # More groups of channels would be too many small products, one after the other.
 MOST_GROUPS = 64
@@ -82,8 +89,7 @@ class ProductWeight:
 
     @property
     def weight(self) -> torch.Tensor:
-        weight: torch.Tensor = weight_of(self.module, self.parameter)
-        return weight
+        return weight_of(self.module, self.parameter)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,8 +108,8 @@ class ProductWeight:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Any:
-    """A tensor of a module, or None; a parametrization that changes when its tensor is asked for in training mode, as
-    spectral norm's vectors do, stays as it was."""
+    """Returns a tensor of a module, or None. A parametrization that changes when its tensor is read in training mode,
+    like spectral norm's vectors, is not changed."""
     parametrized = getattr(module, "parametrizations", {})
     if name not in parametrized:
         return getattr(module, name, None)
@@ -120,8 +126,8 @@ def weight_of(module: nn.Module, name: str = "weight") -> Any:
 def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeight, ...]:
     """Every weight of a model that products are made with, in the model's order.
 
-    `skip` are patterns of paths or kinds ('head', '*.router', 'model.layers.0') that stay as they are. Raises
-    UnknownName for a pattern that fits nothing.
+    `skip` are patterns of paths or kinds ('head', '*.router', 'model.layers.0') to leave unchanged. Raises UnknownName
+    for a pattern that fits nothing.
     """
     # Layers that occur twice have several paths but one weight.
     paths: dict[nn.Module, list[str]] = {}
@@ -147,7 +153,8 @@ def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeigh
 def layers_around(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tuple[Layer, nn.Module]]:
     parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
-        gain, norm = weight_of(module), isinstance(module, _NORMS)
+        gain = weight_of(module)
+        norm = isinstance(module, _NORMS)
         if not norm and "norm" in type(module).__name__.lower():
             # A library's own norm has nothing but a weight for each feature.
             norm = isinstance(gain, Tensor) and gain.dim() == 1 and not list(module.children())
@@ -199,12 +206,13 @@ def _skip(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
 def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> Iterator[ProductWeight]:
     kind, base = kind_of(module)
     if base is not None:
-        # torch's attention hands its weights to a function of its own, past any forward that could be replaced.
+        # torch's attention passes its weights to a function directly, bypassing any forward that could be replaced.
         first, *also = paths
         held = ProductWeight(first or type(module).__name__, kind, module, also=tuple(also))
         rule, reason = _forward_objection(held, base) or _weight_objection(held) or ("", "")
         if in_attention:
-            rule, reason = "not-called", "torch's own attention reads its weight and never calls it"
+            rule = "not-called"
+            reason = "torch's own attention reads its weight and never calls it"
         yield replace(held, rule=rule, reason=reason)
     elif isinstance(module, _OTHERS):
         reason = f"there is no product of ours for {type(module).__name__}"
@@ -214,7 +222,7 @@ def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> I
                 yield replace(held, rule="class", reason=reason)
     elif not type(module).__module__.startswith("torch.nn."):
         for attribute, parameter in module.named_parameters(recurse=False):
-            # As far as its shape tells, a matrix for each of several experts.
+            # Its shape suggests a matrix for each of several experts.
             if is_lazy(parameter):
                 continue
             if parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
@@ -256,7 +264,7 @@ def _weight_objection(held: ProductWeight) -> tuple[str, str] | None:
         return "dtype", f"its weight is {str(weight.dtype).removeprefix('torch.')}, quantised already"
     if type(weight) not in (torch.Tensor, nn.Parameter):
         return "dtype", f"its weight is a {type(weight).__name__}, a kind of tensor of its own"
-    # Each group is a product of its own, and hundreds of launches say nothing about a precision.
+    # Each group is a separate product, and hundreds of launches would hide the effect of a precision.
     groups = int(getattr(held.module, "groups", 1))
     if groups > MOST_GROUPS:
         return "groups", f"{groups} groups of channels are as many small products: at most {MOST_GROUPS} are converted"
@@ -264,7 +272,7 @@ def _weight_objection(held: ProductWeight) -> tuple[str, str] | None:
 
 
 def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module | None:
-    """The layer of the model's output: what the model says, one tied to an embedding, or one with such a name."""
+    """Returns the layer of the model's output: the declared one, one tied to an embedding, or one with such a name."""
     says = getattr(model, "get_output_embeddings", None)
     declared = says() if callable(says) else None
     if isinstance(declared, nn.Module) and declared in paths:
@@ -308,7 +316,7 @@ KNOWN = _LINEAR | _PRODUCTS | _GROUPED
 
 
 class Multiplier(Protocol):
-    """What makes the products with a parameter."""
+    """Makes the products with a parameter."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., K) times weight (N, K) transposed."""
@@ -349,7 +357,7 @@ class Stacked(TorchFunctionMode):
                 return _product(func, args, place, self._products[name])
             run = partial(func, *args, **named)
             return run() if self._around is None else self._around(name, is_product, run)
-        # Any other call runs unchanged; its result may still be the weight in another shape.
+        # Any other call runs unchanged; its result may still be the weight in a different shape.
         result = func(*args, **named)
         self._note(name, place, args, result)
         return result
@@ -374,7 +382,8 @@ class Stacked(TorchFunctionMode):
 
 
 def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    remaining, names = dict(named), _NAMES.get(func, ())
+    remaining = dict(named)
+    names = _NAMES.get(func, ())
     while len(args) < len(names) and names[len(args)] in remaining:
         args = (*args, remaining.pop(names[len(args)]))
     return args, remaining
@@ -382,14 +391,15 @@ def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tup
 
 def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], place: int) -> bool:
     """Whether a call is x times a weight, the weight being the argument at `place`."""
-    # Sums, keyword arguments and plain numbers are no product of two tensors.
+    # Calls with sums, keyword arguments or plain numbers do not multiply two tensors.
     if (
         func in _SUMS
         or any(value is not None for value in named.values())
         or not all(isinstance(arg, Tensor) for arg in args[:2])
     ):
         return False
-    weight, operand = args[place], args[1 - place]
+    weight = args[place]
+    operand = args[1 - place]
     # Each function names its weight at another place; a weight elsewhere is an operand like any other.
     if func in _LINEAR:
         return place == 1 and weight.dim() == 2

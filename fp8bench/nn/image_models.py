@@ -23,11 +23,7 @@ from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 _POINT = Windows((1, 1), padding=(0, 0))
-
-
 _STEM = Windows((7, 7), (2, 2), (3, 3))
-
-
 Inputs = Sequence[Tensor]
 
 
@@ -38,7 +34,8 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        inner, width = sizes.inner, sizes.width
+        inner = sizes.inner
+        width = sizes.width
         parts = {
             "reduce": (inputs, inner, _POINT),
             "spatial": (inner, inner, Windows()),
@@ -75,6 +72,7 @@ class ImageModel(nn.Module):
     """Maps images (with text for some models) and targets to the mean loss; `around` is as in LanguageModel."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
+    blocks: nn.ModuleList
 
     def forward(self, inputs: Inputs, targets: Tensor, phase: Phases) -> Tensor:
         return cross_entropy(self.logits(inputs, phase), targets)
@@ -88,13 +86,20 @@ class ImageModel(nn.Module):
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
         return x + cast_to(positions, self.around["embedding"], Role.WEIGHT)
 
+    def run_blocks(self, x: Tensor, carrier: torch.dtype, phase: Phases) -> Tensor:
+        x = start_stream(x, carrier, self.around["residual"])
+        for block in self.blocks:
+            x = block(x, phase)
+        return x
+
 
 class ResNet(ImageModel):
     """A 7x7 stem with pooling, a stage of bottlenecks, a mean over positions, a head."""
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        self.stem, self.norm = Convolution(3, sizes.inner, choose("stem"), _STEM, layout), _drawn_norm(sizes.inner)
+        self.stem = Convolution(3, sizes.inner, choose("stem"), _STEM, layout)
+        self.norm = _drawn_norm(sizes.inner)
         self.blocks = nn.ModuleList()
         for number in range(sizes.layers):
             inputs = sizes.width if number else sizes.inner
@@ -104,11 +109,7 @@ class ResNet(ImageModel):
     def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
         x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
-        x = start_stream(x, x.dtype, self.around["residual"])
-        for block in self.blocks:
-            x = block(x, phase)
-        y: Tensor = self.head(x.mean((1, 2)), phase)
-        return y
+        return self.head(self.run_blocks(x, x.dtype, phase).mean((1, 2)), phase)
 
 
 class VisionTransformer(ImageModel):
@@ -125,16 +126,11 @@ class VisionTransformer(ImageModel):
 
     def tokens(self, images: Tensor, phase: Phases) -> Tensor:
         x = self.add_positions(self.patches(images, phase).flatten(1, 2), self.positions)
-        x = start_stream(x, images.dtype, self.around["residual"])
-        for block in self.blocks:
-            x = block(x, phase)
-        y: Tensor = self.norm(x)
-        return y
+        return self.norm(self.run_blocks(x, images.dtype, phase))
 
     def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
         assert self.head is not None
-        y: Tensor = self.head(self.tokens(inputs[0], phase).mean(1), phase)
-        return y
+        return self.head(self.tokens(inputs[0], phase).mean(1), phase)
 
 
 class TwoInput(ImageModel):
@@ -155,11 +151,8 @@ class TwoInput(ImageModel):
         image_tokens = self.project(self.image.tokens(images, phase), phase)
         words = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
         x = torch.cat((image_tokens, self.add_positions(words, self.positions)), 1)
-        x = start_stream(x, images.dtype, self.around["residual"])
-        for block in self.blocks:
-            x = block(x, phase)
-        y: Tensor = self.head(self.norm(x[:, -text.shape[1] :]), phase)
-        return y
+        x = self.run_blocks(x, images.dtype, phase)
+        return self.head(self.norm(x[:, -text.shape[1] :]), phase)
 
 
 MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInput}

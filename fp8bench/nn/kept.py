@@ -1,4 +1,4 @@
-"""What a served model keeps in a format: weights, and the keys and values of its cache.
+"""Weights of served models, and the keys and values of their caches, stored in a format.
 
 Random weights and cached values are drawn here too, piece by piece, since no whole fp32 copy need fit into memory.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,9 @@ class BlockCodes:
 
     def __init__(self, number_format: KeptFormat, above: Tensor | None = None) -> None:
         assert isinstance(number_format.shared, int) and number_format.scaling is not None
-        self.block, self.scaling, self.above = number_format.shared, number_format.scaling, above
+        self.block = number_format.shared
+        self.scaling = number_format.scaling
+        self.above = above
 
     def encode_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         columns = x.shape[-1]
@@ -56,7 +57,7 @@ class KeptHeads:
     """The keys of one layer, or its values: (batch, key heads, positions, head width), in a format.
 
     `calibrate` finds the scales of tensors and heads, and the one above NVFP4's blocks; they stay, and larger values
-    saturate later. Scales of tokens and blocks come with each token. With `grown` set there is no static cache: each
+    saturate later. Scales of tokens and blocks come with each token. With `grown` set the cache is not static: each
     `put` concatenates the new positions to a copy of all before, as a cache does that begins empty.
     """
 
@@ -65,14 +66,17 @@ class KeptHeads:
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
         plain = DTYPES.get(name)
         self.kept = KV_FORMATS.get(name, KeptFormat(64))
-        self.carrier, self.width = carrier, shape[-1]
+        self.carrier = carrier
+        self.width = shape[-1]
         self.scale: Tensor | None = None
         self.scales: Tensor | None = None
         self.blocks = BlockCodes(self.kept) if isinstance(self.kept.shared, int) and self.kept.shared else None
-        # Codes of half a byte lie in pairs; any other format has a dtype of its own.
-        columns, dtype = self.width, plain or torch.float8_e4m3fn
+        # Two codes of half a byte share a byte; any other format has its dtype.
+        columns = self.width
+        dtype = plain or torch.float8_e4m3fn
         if self.blocks is not None:
-            columns, dtype = -(-self.width // 2), torch.uint8
+            columns = -(-self.width // 2)
+            dtype = torch.uint8
             self.scales = torch.zeros(*shape[:3], -(-self.width // self.blocks.block), dtype=dtype, device=device)
         self.codes = torch.zeros(*shape[:3], columns, dtype=torch.uint8, device=device)
         if dtype is not torch.uint8:
@@ -124,17 +128,11 @@ class KeptHeads:
         return self.codes.dtype is not self.carrier
 
     def bytes(self, end: int) -> int:
-        parts = [self.codes[:, :, :end]] + ([] if self.scales is None else [self.scales[:, :, :end]])
+        total = self.codes[:, :, :end].nbytes
+        if self.scales is not None:
+            total += self.scales[:, :, :end].nbytes
         above = self.scale if self.blocks is None else self.blocks.above
-        return sum(part.nbytes for part in [*parts, *([] if above is None else [above])])
-
-
-class KeptWeight(Protocol):
-    """A layer's weight in some format; `times` multiplies inputs (tokens, features) in the carrier by it."""
-
-    def times(self, x: Tensor, phase: Phases) -> Tensor: ...
-    def tensors(self) -> list[Tensor]: ...
-    def restore(self) -> Tensor: ...
+        return total if above is None else total + above.nbytes
 
 
 class OwnWeight:
@@ -146,7 +144,7 @@ class OwnWeight:
 
     def times(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
-        # A plain arithmetic's values are in the carrier already, so there is no cast to time.
+        # A plain arithmetic's values are in the carrier already, without a cast to time.
         with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:
@@ -164,7 +162,8 @@ class IntegerWeight:
 
     def __init__(self, weight: Tensor, name: str, low_inputs: bool) -> None:
         outputs, inputs = weight.shape
-        self.name, self.low_inputs = name, low_inputs
+        self.name = name
+        self.low_inputs = low_inputs
         self.group = inputs if name == "int8" else int(int4_format(inputs).shared)
         largest = 127 if name == "int8" else 7
         groups = weight.float().view(outputs, -1, self.group)
@@ -193,7 +192,11 @@ class IntegerWeight:
                 return torch._weight_int4pack_mm_for_cpu(x, packed, self.group, scales_and_zeros)
         with phase.cast:
             weight = self.restore().to(x.dtype)
-            inputs = rounded_rows(x) if self.low_inputs else x
+            inputs = x
+            # W8A8 and W4A8 round activations to int8 with a scale a token.
+            if self.low_inputs:
+                scale = x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 127
+                inputs = ((x.float() / scale).round() * scale).to(x.dtype)
         with phase.gemm:
             return F.linear(inputs, weight)
 
@@ -212,7 +215,9 @@ class FloatWeight:
     """fp8 with a scale a row, MXFP4 or NVFP4, restored before each product: the numbers are right, not the speed."""
 
     def __init__(self, weight: Tensor, name: str, low_inputs: bool) -> None:
-        self.kept, self.low_inputs, self.columns = WEIGHT_FORMATS[name], low_inputs, weight.shape[1]
+        self.kept = WEIGHT_FORMATS[name]
+        self.low_inputs = low_inputs
+        self.columns = weight.shape[1]
         self.parts = self._encode(weight)
 
     def times(self, x: Tensor, phase: Phases) -> Tensor:
@@ -243,10 +248,8 @@ class FloatWeight:
         return self.parts
 
 
-def rounded_rows(x: Tensor) -> Tensor:
-    """Activations rounded to int8 with a scale a token, as W8A8 and W4A8 have them."""
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 127
-    return ((x.float() / scale).round() * scale).to(x.dtype)
+# A layer's weight in some format; `times` multiplies inputs (tokens, features) in the carrier by it.
+KeptWeight = OwnWeight | IntegerWeight | FloatWeight
 
 
 def kept_weight(weight: Tensor, name: str, low_inputs: bool) -> KeptWeight:
@@ -261,14 +264,14 @@ def draw_cached_values(
     *ends, positions, width = shape
     piece = min(positions, 4096)
     for at in range(0, positions, piece or 1):
-        drawn = torch.randn(*ends, piece, width, generator=generator, device=generator.device)
+        values = torch.randn(*ends, piece, width, generator=generator, device=generator.device)
         if are_keys:
-            drawn[..., ::16] *= 4
-        yield at, drawn[:, :, : positions - at]
+            values[..., ::16] *= 4
+        yield at, values[:, :, : positions - at]
 
 
 def draw_weights(shapes: Shapes, seed: int, device: str) -> Callable[[str], Tensor]:
-    """Random fp32 weights, each made on request: a whole fp32 model need not fit beside the kept one."""
+    """Returns a function that draws a random fp32 weight on request: the whole fp32 model need not fit into memory."""
     # A generator for each weight, so that a weight does not depend on those drawn before it.
     places = {name: place for place, name in enumerate(shapes)}
 

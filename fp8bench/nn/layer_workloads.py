@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from fp8bench.model import Scalars, TensorStatistics
-from fp8bench.nn.shared_workloads import why_no_errors
+from fp8bench.nn.shared_workloads import is_training, why_no_errors
 from fp8bench.protocols import Arithmetic, Phases, Setup, Workload
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
@@ -18,11 +18,24 @@ if TYPE_CHECKING:
 
 
 class LayerWorkload(Workload):
-    """One layer on random inputs, forward alone or forward and backward."""
+    """One layer on random inputs, forward alone or forward and backward.
 
-    @abstractmethod
+    A subclass makes the layer (`layer`) and has the `shapes` of its inputs, or makes both (`exercise`).
+    """
+
+    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+        """Makes the layer; `choose` gives each product its arithmetic by name."""
+        raise NotImplementedError
+
+    def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
+        raise NotImplementedError
+
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """The layer with inputs in the carrier's dtype; `choose` gives each product its arithmetic by name."""
+        """Makes the layer with inputs in the carrier's dtype."""
+        from fp8bench.nn.exercise import exercise
+
+        params = setup.params
+        return exercise(setup, lambda: self.layer(params, choose), self.shapes(params), carrier, is_training(params))
 
     def prepare(self, setup: Setup) -> Exercise:
         state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
@@ -71,10 +84,11 @@ class ConvolvedWorkload(LayerWorkload):
     """A workload with convolutions: operands are counted by the kind of their layer."""
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
-        """Of windows that are written out the carrier is counted: each pixel once."""
+        """Counts only the source image of windows that are written out: each pixel once."""
         from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 
-        choose, kinds = self.arithmetics(setup), {layer.name: layer.kind for layer in self.layers(setup.params)}
+        choose = self.arithmetics(setup)
+        kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
 
         def choose_counted_values(name: str) -> Arithmetic:
             inner = choose(name)

@@ -6,14 +6,14 @@ the weight gradient contracts gradients and inputs over the tokens. Each operand
 product contracts. The master weight stays fp32 and is cast in every forward pass, as under autocast, unless the layer
 holds operands of it.
 
-A region is a phase around operators that torch differentiates itself. Identity Functions stand before and after it: the
-one after it runs first in backward and opens the phase, the one before it closes it. If an input needs no gradient the
-closing one might never run, so that is refused.
+A region is a phase around operators that torch differentiates itself. Identity Functions surround it: the one after it
+runs first in backward and opens the phase, the one before it closes it. If an input needs no gradient the closing one
+might never run, so that is refused.
 
 A grouped product is one product for many weights, each with its own rows: that of a block's experts. Each weight has
-the operands that it would have by itself. Rows of inputs and gradients are cast in one call, since each row has a scale
-of its own or none has one; weights, and what is turned, one by one. For the weight gradient the codes of all parts are
-adjacent along the contraction, which ends with each part.
+the operands that it would have by itself. Rows of inputs and gradients are cast in one call, since every row has its
+own scale or no row has one; weights and transposes are cast one by one. For the weight gradient the codes of all parts
+are adjacent along the contraction, which ends with each part.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **
             "such tensors as options, or run the region under torch.no_grad()."
         )
     inside = _RegionBegin.apply(marker, *tensors)  # type: ignore[no-untyped-call]
-    result: Tensor = _RegionEnd.apply(marker, function(*inside, **options))  # type: ignore[no-untyped-call]
-    return result
+    return _RegionEnd.apply(marker, function(*inside, **options))  # type: ignore[no-untyped-call]
 
 
 # Returns the arithmetic of the layer with that name.
@@ -129,13 +128,15 @@ class _LinearProduct(torch.autograd.Function):
         with cast_marker(arithmetic, phase):
             a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
             b, b_turned = operands or _operands(arithmetic, weight, Role.WEIGHT, for_x)
-        # What autograd saves counts as memory of the step, hence codes instead of sources where they suffice.
+        # Tensors that autograd saves count as memory of the step: save codes instead of sources where they suffice.
         ctx.save_for_backward(
             *_keep(arithmetic, a, a_turned, x, for_weight),
             *_keep(arithmetic, b, b_turned, weight, for_x),
         )
-        ctx.input_is_turned, ctx.weight_is_turned = a_turned is not None, b_turned is not None
-        ctx.arithmetic, ctx.phase = arithmetic, phase
+        ctx.input_is_turned = a_turned is not None
+        ctx.weight_is_turned = b_turned is not None
+        ctx.arithmetic = arithmetic
+        ctx.phase = phase
         with phase.gemm:
             return arithmetic.product(a, b, arithmetic.carrier)
 
@@ -143,13 +144,15 @@ class _LinearProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice()
         gradient = gradients[0]
-        arithmetic, phase = ctx.arithmetic, ctx.phase
+        arithmetic = ctx.arithmetic
+        phase = ctx.phase
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad[:2]
         # 1. Cast the gradient, and turn what forward has not turned.
         with cast_marker(arithmetic, phase):
             g, g_turned = _operands(arithmetic, gradient, Role.GRADIENT, for_weight)
-            b, a = Operand(b_data, b_scale), Operand(a_data, a_scale)
+            b = Operand(b_data, b_scale)
+            a = Operand(a_data, a_scale)
             if for_x and not ctx.weight_is_turned:
                 b = arithmetic.turn(b, weight, Role.WEIGHT)
             if for_weight and g_turned is None:
@@ -188,19 +191,19 @@ def _keep(
 def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: Both | None = None) -> Tensor:
     """x (..., I) times w (O, I) transposed: (..., O) in the carrier. `operands` are those of w if already cast."""
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    training = torch.is_grad_enabled()  # a Function cannot tell: weights need gradients under no_grad, too
+    training = torch.is_grad_enabled()  # a Function cannot know: weights need gradients under no_grad as well
     y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
-# Attributes that say what a layer multiplies by. A convolution has no `_whole`.
+# Attributes that hold what a layer multiplies by. A convolution lacks `_whole`.
 _MULTIPLIER = ("arithmetic", "operands", "_whole")
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias. `operands` of W are used while there are some; unit scaling (`unit`) casts `factor` W.
+    """y = x W^T without bias. `operands` of W are used while they exist; unit scaling (`unit`) casts `factor` W.
 
-    A `weight` that another module has, too, is taken as it was drawn there.
+    A shared `weight` keeps the values that the first module drew.
     """
 
     unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
@@ -277,7 +280,7 @@ class _GroupedProduct(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         with cast_marker(arithmetic, phase):
-            # All experts' weights are one stacked operand, but each is cast under scales of its own.
+            # All experts' weights are one stacked operand, but each is cast under its own scales.
             a = arithmetic.cast(x, Role.INPUT)
             both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(operands, weights, strict=True)]
             b = stack_operands([operand for operand, _ in both])
@@ -287,14 +290,18 @@ class _GroupedProduct(torch.autograd.Function):
             turned_parts += (operand.data, operand.scale)
         source = x if arithmetic.keeps_source else a.data
         ctx.save_for_backward(source, ends, *turned_parts)
-        ctx.arithmetic, ctx.phase, ctx.sizes = arithmetic, phase, sizes
+        ctx.arithmetic = arithmetic
+        ctx.phase = phase
+        ctx.sizes = sizes
         with phase.gemm:
             return arithmetic.multiply_groups(a, b, ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice()
-        arithmetic, phase, (gradient,) = ctx.arithmetic, ctx.phase, gradients
+        arithmetic = ctx.arithmetic
+        phase = ctx.phase
+        (gradient,) = gradients
         source, ends, *turned = ctx.saved_tensors
         casting = cast_marker(arithmetic, phase)
         with casting:
@@ -324,10 +331,7 @@ def grouped_linear(
     `ends` are the rows at which parts end, int32 on the device. Sides and parts must be multiples of what the
     arithmetic `groups` by. `operands` are operands of weights that were cast already.
     """
-    product: Tensor = _GroupedProduct.apply(
-        x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights
-    )  # type: ignore[no-untyped-call]
-    return product
+    return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 
 
 def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:

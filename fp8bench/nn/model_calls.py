@@ -39,9 +39,8 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
-    """With `copy` also what lies there already is copied, for models that change what they are given. A tensor that
-    stands there twice stays one."""
-    # By identity, so that a tensor that occurs twice is copied once.
+    """Moves tensors to the device. With `copy` those already there are copied as well, for models that change their
+    inputs. A tensor that occurs twice is moved once."""
     placed: dict[int, Tensor] = {}
 
     def move(part: Any) -> Any:
@@ -101,7 +100,7 @@ def short_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
-# What forward takes by place, and by name.
+# The arguments of forward, by place and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -151,10 +150,10 @@ def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
 
 
 def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None) -> tuple[Tensor, str]:
-    """The loss that backward begins from, and in words where it came from.
+    """Returns the loss that backward begins from, and describes where it came from.
 
     It is the user's own `loss`, else the loss in the output, a single number, or the mean of squares of the first
-    floating tensor. Raises UsageError where there is none of these, or no gradient flows from it.
+    floating tensor. Raises UsageError without any of these, or if no gradient flows from it.
     """
     value, words = _own_loss(batch, output, loss) if loss is not None else _guessed_loss(model, output)
     if not value.requires_grad and torch.is_grad_enabled():
@@ -177,7 +176,7 @@ def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
 
 
 def _takes_batch(loss: Loss) -> bool:
-    """Whether it takes two arguments by place; one with a default (`lambda output, target=target: ...`) is its own."""
+    """Whether it needs two arguments by place; one with a default (`lambda output, target=target: ...`) is optional."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):  # a C function without a signature
@@ -192,12 +191,12 @@ def _takes_batch(loss: Loss) -> bool:
 
 
 def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
-    # 1. What the model itself calls a loss.
+    # 1. A value that the model itself calls a loss.
     floating = [(name, tensor) for name, tensor in tensors_in(output) if tensor.is_floating_point()]
     for name, value in floating:
         if name.split(".")[-1] == "loss" and value.numel() == 1:
             return value, f"the {name} that forward gives"
-    # 2. A single number can be differentiated as it is.
+    # 2. A single number, which can be differentiated.
     for name, value in floating:
         if value.numel() == 1:
             return value, f"the single number that forward gives{f' as {name}' if name else ''}"

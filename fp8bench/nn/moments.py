@@ -71,9 +71,9 @@ def in_arithmetic(arithmetic: Arithmetic) -> Storage:
 def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
     """The storages of the first and the second moment.
 
-    fp32 and bf16 keep both as they are. fp16 has too little range and needs a scale. Below that the first moment has
-    the precision's own format and the second is scaled fp16, as in FP8-LM, unless it shall be the `same`: a second
-    moment that a short range flushes to zero divides the update by epsilon.
+    fp32 and bf16 keep both unchanged. fp16 has too little range and needs a scale. Below that the first moment has the
+    precision's own format and the second is scaled fp16, as in FP8-LM, unless it shall be the `same`: a second moment
+    that a short range flushes to zero divides the update by epsilon.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
         return scaled_storage(FP16), scaled_storage(FP16)
@@ -131,10 +131,8 @@ class Bucket:
         self._kept = _keep_all(self._first, first), _keep_all(self._second, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        if self.plain is not None:
-            return *self.plain, self._steps
-        first, second = self._kept
-        return _tensors_of(first), _tensors_of(second), self._steps
+        first, second = self.plain or map(_tensors_of, self._kept)
+        return first, second, self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor]) -> None:
         """One step of torch's AdamW, which writes weights and both moments in place.
@@ -181,7 +179,8 @@ def split_into_buckets(elements: Sequence[int], most: int) -> Iterator[slice]:
     for index, count in enumerate(elements):
         if total and total + count > most:
             yield slice(start, index)
-            start, total = index, 0
+            start = index
+            total = 0
         total += count
     if total:
         yield slice(start, len(elements))

@@ -2,9 +2,9 @@
 
 `OwnDecoder` gives it the interface of `Decoder`. Its forward pass takes token ids and `past_key_values` like Hugging
 Face's models, which get their own StaticCache. Others get StaticKeys: they call `past_key_values.update(keys, values,
-layer)` with new ones (batch, heads, new tokens, width), get back all so far, and ask `past_key_values.get_seq_length()`
-where their tokens begin. Keys and values are rounded to their format before they are put into the cache, which stays in
-the carrier.
+layer)` with new ones (batch, heads, new tokens, width), get back all of them, and ask for the position of their first
+token: `past_key_values.get_seq_length()`. Keys and values are rounded to their format before they are put into the
+cache, which stays in the carrier.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ from fp8bench.nn.own_model import seed_generators
 from fp8bench.nn.served import ServedArm, ServedShape
 from fp8bench.protocols import Phases, SilentPhases
 
-_LONGEST, _TRIED, _CLOSE = 1 << 20, 8, 1e-3
+_LONGEST = 1 << 20
+_TRIED = 8
+_CLOSE = 1e-3
 
 
 _CACHE = "past_key_values"
@@ -46,24 +49,28 @@ class OwnLayer:
     """The cache of one layer of a user's own model; `at` is where new keys and values go."""
 
     def __init__(self, positions: int) -> None:
-        self.positions, self.at = positions, 0
-        self.keys, self.values = torch.empty(0), torch.empty(0)
+        self.positions = positions
+        self.at = 0
+        self.keys = torch.empty(0)
+        self.values = torch.empty(0)
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.keys.numel():
             self.keys = keys.new_zeros(*keys.shape[:2], self.positions, keys.shape[3])
             self.values = values.new_zeros(*values.shape[:2], self.positions, values.shape[3])
         end = self.at + keys.shape[2]
-        self.keys[:, :, self.at : end], self.values[:, :, self.at : end] = keys, values
+        self.keys[:, :, self.at : end] = keys
+        self.values[:, :, self.at : end] = values
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+@dataclass(eq=False)
 class StaticKeys:
     """The `past_key_values` of a user's own model."""
 
-    def __init__(self, positions: int) -> None:
-        self.positions, self.at = positions, 0
-        self.layers: list[OwnLayer] = []
+    positions: int
+    at: int = 0
+    layers: list[OwnLayer] = field(default_factory=list)
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.at
@@ -91,7 +98,7 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
         isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and len(ids) and ids.shape[1] > 2
     ):
         raise UsageError(
-            f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions), with 3 "
+            f"{name} gives no tokens with its model. Give whole numbers of shape (texts, positions), with 3 "
             "positions or more."
         )
     return model, ids
@@ -102,11 +109,13 @@ class OwnDecoder:
     Raises UsageError for a model that takes no cache."""
 
     def __init__(self, name: str, model: nn.Module, arm: ServedArm, sizes: tuple[int, int], device: str) -> None:
-        self.name, self.carrier, self.device = name, DTYPES[arm.carrier], device
+        self.name = name
+        self.carrier = DTYPES[arm.carrier]
+        self.device = device
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
         self.calibrates = False
-        # Without a cache argument every token would read the whole prompt again, which is no serving.
+        # Without a cache argument every token would read the whole prompt again, unlike a server.
         self._asks = inspect.signature(model.forward).parameters
         if _CACHE not in self._asks:
             raise UsageError(
@@ -193,7 +202,8 @@ class OwnDecoder:
         match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
         if match is None:
             return None
-        number, layers = int(match[1]), len(self.cache.layers)
+        number = int(match[1])
+        layers = len(self.cache.layers)
         if number >= layers:
             raise UsageError(
                 f"{self.name}: {held.name} would be in layer {number}, and the cache has layers 0 to {layers - 1}. "
@@ -214,8 +224,8 @@ class OwnDecoder:
     def _keep_keys(self, arm: ServedArm) -> None:
         self.heads: list[tuple[KeptHeads, KeptHeads]] = []
         for layer in self.cache.layers:
-            shapes = (*layer.keys.shape,), (*layer.values.shape,)
-            keys, values = (KeptHeads(arm.kv_format, shape, self.carrier, self.device) for shape in shapes)
+            keys = KeptHeads(arm.kv_format, (*layer.keys.shape,), self.carrier, self.device)
+            values = KeptHeads(arm.kv_format, (*layer.values.shape,), self.carrier, self.device)
             self.heads.append((keys, values))
             if keys.restores:
                 layer.update = self._round_update(layer.update, (keys, values))
@@ -284,7 +294,7 @@ class QueryHeads(TorchFunctionMode):
 
 
 def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
-    """What is counted for a model, once its cache is checked: token by token must give the logits of a whole prompt."""
+    """Returns the shape of a model after checking its cache: token by token must give the logits of a whole prompt."""
     decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _TRIED), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     # Without gradients, and on one text: whether the cache is right needs no statistics.
@@ -296,7 +306,8 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
     # 1. Finite logits, or any comparison would fail for another reason.
     if bool(at_once.isnan().any()):
         raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
-    one_by_one, finite = torch.cat(parts, 1), at_once.isfinite()  # models mask ids that they have not by -inf
+    one_by_one = torch.cat(parts, 1)
+    finite = at_once.isfinite()  # models mask ids that they have not by -inf
     # 2. The same logits token by token as at once, up to rounding.
     same = torch.equal(one_by_one[~finite], at_once[~finite])
     off = float((one_by_one - at_once)[finite].norm() / at_once[finite].norm()) if same else math.inf
@@ -305,19 +316,21 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
             f"{name}: token by token its logits are {off:.2g} off those of the same prompt at once: its cache does not "
             "keep what a prompt gives, or its tokens see later ones."
         )
-    keys, layers = decoder.cache.layers[0].keys, len(decoder.cache.layers)
+    keys = decoder.cache.layers[0].keys
+    layers = len(decoder.cache.layers)
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
     shapes = tuple(_shapes(model, decoder))
     return ServedShape(decoder.vocabulary, served_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
 
 
 def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
-    """Parameters by the names that bytes are counted by. A head tied to the embedding counts in addition to it."""
+    """Lists parameters by the names that bytes are counted by. A head tied to the embedding counts in addition."""
     held_by = {id(held.weight): held for held in decoder.held}
     tables = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     shapes = []
     for name, parameter in model.named_parameters():
-        held, shape = held_by.get(id(parameter)), tuple(parameter.shape)
+        held = held_by.get(id(parameter))
+        shape = tuple(parameter.shape)
         if id(parameter) in tables:
             shapes.append((f"{'embedding' if id(parameter) == tables[0] else 'positions'}.{name}", shape))
         if held is None and id(parameter) not in tables:

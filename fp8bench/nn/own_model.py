@@ -1,4 +1,4 @@
-"""Steps of a copy of a user's own model, as it came or converted, and the results of one step."""
+"""Steps of a copy of a user's own model, unchanged or converted, and the results of one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
+from fp8bench.nn.compiling import copy_function
 from fp8bench.nn.conversion import AcceleratedModel, Conversion
 from fp8bench.nn.model_calls import loss_of, on_device, short_words, shown_type, tensors_in, was_changed, way_of
 from fp8bench.nn.training_step import adamw, eager
@@ -27,7 +27,7 @@ _RATE = 1e-5
 
 
 class Given(NamedTuple):
-    """What a maker gives: a model, a batch, and a function of the output for the loss, None if the output has it.
+    """The result of a maker: a model, a batch, and a function of the output for the loss, None if the output has it.
 
     For a training alone: `batches`, an iterable or a function of step and seed, whose first is `batch`; `held_out`,
     batches that are never trained on; `optimizer`, a function of the model; `schedule`, a function of the optimizer.
@@ -65,7 +65,7 @@ def parse_given(name: str, answer: object, seed: int = 0) -> Given:
 
 
 def _one_or_many(batch: Any) -> dict[str, Any]:
-    """One batch as forward takes it, or several: a function, or an iterable that is no tensor or container."""
+    """Names one batch as forward takes it, or several: a function, or an iterable other than a tensor or container."""
     several = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
     )
@@ -117,7 +117,7 @@ def call_model(model: nn.Module, places: Any, named: Any) -> Any:
 
 
 class Outcome(NamedTuple):
-    """What one step gives: floating-point outputs in order, the loss, and gradients by parameter's name."""
+    """The results of one step: floating-point outputs in order, the loss, and gradients by parameter's name."""
 
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
@@ -125,9 +125,9 @@ class Outcome(NamedTuple):
 
 
 class OwnModel:
-    """A copy of a user's model, converted as its case says, with an optimizer for training.
+    """A copy of a user's model, converted for its case, with an optimizer for training.
 
-    `doing` names the current part of a step, for messages about failures; `loss_words` says where its loss came from.
+    `doing` names the current part of a step, for messages about failures; `loss_words` describe the source of its loss.
     `multiples` are what native products of the device require. With `draws_alike` a compiled step draws the same random
     numbers as an uncompiled one, which is slower.
     """
@@ -146,7 +146,7 @@ class OwnModel:
         self.model, batch, self._loss = parts[:3]
         self._batch = batch
         self._arguments_of = way_of(self.model, batch)
-        # Until a step has shown that it leaves what it is given as it was. A device copies a batch of the host anyway.
+        # Until a step has shown that it does not change its batch. A device copies a batch of the host anyway.
         self._copies = True
         for name, tensor in tensors_in(batch):
             if tensor.device.type not in ("cpu", setup.facts.kind):
@@ -156,7 +156,9 @@ class OwnModel:
                 )
         # A conversion comes first: an optimizer must get the parameters that are in use afterwards.
         self.loss_words = ""
-        self._facts, self._seed, self._loss_scale = setup.facts, setup.seed, setup.loss_scale
+        self._facts = setup.facts
+        self._seed = setup.seed
+        self._loss_scale = setup.loss_scale
         self.training = params["pass"] == "training"
         self.doing = "conversion"
         prepares = setup.arithmetic if isinstance(setup.arithmetic, AcceleratedModel) and converts else None
@@ -166,7 +168,7 @@ class OwnModel:
         self.parameters = _trained_in(self.model)
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
-        # Accelerate makes new parameters, so that the optimizer is made by it, too.
+        # Accelerate makes new parameters, so it also makes the optimizer.
         optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
         if prepares is None:
             self.optimizer = optimizer_of(list(self.parameters.values()))
@@ -183,7 +185,7 @@ class OwnModel:
     def step(self, phase: Phases) -> object:
         self._mark(phase)
         self.doing = "loading its batch"
-        # 1. Load the batch, a copy until a step has shown that it leaves it as it was.
+        # 1. Load the batch, a copy until a step has shown that it does not change it.
         with phase.data_load:
             batch = on_device(self._batch, self._facts.key, copy=self._copies)
             places, named = self._arguments_of(batch)
@@ -216,7 +218,7 @@ class OwnModel:
         return [float(cast(Tensor, self.step(SilentPhases()))) for _ in range(steps)]
 
     def outcome(self) -> Outcome:
-        """What a step gives before the optimizer, with the same random numbers every time."""
+        """Returns the results of a step before the optimizer, with the same random numbers every time."""
         self._mark(SilentPhases())
         batch = on_device(self._batch, self._facts.key, copy=True)
         places, named = self._arguments_of(batch)
@@ -249,21 +251,19 @@ class OwnModel:
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        copied = FunctionType(
-            call_model.__code__.replace(), call_model.__globals__, call_model.__name__, call_model.__defaults__
-        )
-        graph: Call = torch.compile(copied)
+        graph: Call = torch.compile(copy_function(call_model))
         graphs = counters["stats"]["unique_graphs"]
-        # The first call compiles; without its optimizer, so that the weights stay as they are.
+        # The first call compiles; without its optimizer, so that the weights do not change.
         self._call = graph
-        optimizer, self.optimizer = self.optimizer, None
+        optimizer = self.optimizer
+        self.optimizer = None
         with config.patch(fallback_random=True) if draws_alike else nullcontext():
             self.step(SilentPhases())
         self.optimizer = optimizer
         if counters["stats"]["unique_graphs"] == graphs:
             raise RuntimeError(
-                "torch.compile compiled nothing of the model (0 frames), which would be timed as it is: is it switched "
-                "off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Leave --compile out"
+                "torch.compile compiled nothing of the model (0 frames), which would be timed uncompiled: is it "
+                "switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Leave --compile out"
             )
         return graph
 

@@ -14,7 +14,7 @@ from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm in at least fp32, unless an arithmetic says otherwise; the result has x's dtype.
+    """Layer norm or RMS norm in at least fp32, or in its arithmetic; the result has x's dtype.
 
     `unit` rescales the weight of a unit-scaled model.
     """
@@ -55,8 +55,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self.unit is not None:
             return self.unit(self, x, phase)
-        y: Tensor = self.down(self.activate(self.up(x, phase)), phase)
-        return y
+        return self.down(self.activate(self.up(x, phase)), phase)
 
     def activate(self, hidden: Tensor) -> Tensor:
         return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
@@ -69,7 +68,8 @@ class NormedFeedForward(nn.Module):
         super().__init__()
         self.norm = Norm(width, root_mean_square=True)
         self.block = FeedForward(width, hidden, gated, 1.0, choose)
-        up, down = self.block.up, self.block.down
+        up = self.block.up
+        down = self.block.down
         weights = (up.weight, down.weight) if both_products else (up.weight,)
         self._whole = both_products
         # A library may fuse the norm, the first product and, with the second one, the activation.
@@ -77,13 +77,9 @@ class NormedFeedForward(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self._fused is None:
-            unfused: Tensor = self.block(self.norm(x), phase)
-            return unfused
+            return self.block(self.norm(x), phase)
         product = region(phase.gemm, self._fused, x)
-        if self._whole:
-            return product
-        y: Tensor = self.block.down(self.block.activate(product), phase)
-        return y
+        return product if self._whole else self.block.down(self.block.activate(product), phase)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -7,8 +7,9 @@ token of the batches, and the other two train on these batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -26,25 +27,26 @@ from fp8bench.nn.training_step import Loader, TrainingState
 from fp8bench.protocols import Phases, SilentPhases
 
 
+@dataclass(eq=False)
 class ReadBatches:
-    """Hands the batches of the last `read` to several trainings."""
+    """Hands the `count` batches of the last `read` to several trainings, in turn."""
 
-    def __init__(self, loader: Loader, count: int) -> None:
-        self._loader, self._count = loader, count
-        self.batches: list[tuple[Any, Tensor]] = []
-        self._at = 0
+    loader: Loader
+    count: int
+    batches: list[tuple[Any, Tensor]] = field(default_factory=list)
+    turns: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
 
     def read(self, phase: Phases) -> list[tuple[Any, Tensor]]:
         with phase.data_load:
-            self.batches, self._at = [self._loader.next() for _ in range(self._count)], 0
+            self.batches = [self.loader.next() for _ in range(self.count)]
+            self.turns = cycle(self.batches)
         return self.batches
 
     def next(self) -> tuple[Any, Tensor]:
-        self._at += 1
-        return self.batches[(self._at - 1) % self._count]
+        return next(self.turns)
 
     def load_ahead(self, batches: int) -> None:
-        self._loader.load_ahead(batches)
+        self.loader.load_ahead(batches)
 
 
 @dataclass
@@ -108,6 +110,6 @@ def frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format: str,
         kv = "fp32" if carrier is torch.float32 else "bf16"
         return Decoder(config, weight, keep, kv, carrier, (batch, config.sequence))
 
-    # The reference is the actor as it began; the reward model has weights of its own.
+    # The reference begins with the actor's weights, the reward model with different ones.
     with torch.no_grad():
         return {"reference": model(lambda name: initial[name].clone()), "reward": model(reward)}

@@ -26,7 +26,8 @@ from fp8bench.formats.scaled import largest_magnitude
 SIZE = 16
 _MATRIX = 2
 # Sizes of examples that kernels are compiled with; those of real operands vary.
-_ROWS, _RUNS_IN_ROW = 640, 48
+_ROWS = 640
+_RUNS_IN_ROW = 48
 _WHOLE_SUM = 1 << 10
 # Runs of 16 that a CPU works on at a time, so that their float64 copy stays in its cache.
 _RUNS = 1 << 12
@@ -51,8 +52,11 @@ class RotatedTensor(NamedTuple):
 
 def rotation(x: Tensor, seed: int) -> RotatedTensor:
     """Rotates a matrix and finds the largest magnitudes that a cast of it begins with. Keeps its order in memory."""
-    filled, matrix = _fill_up(x), _matrix(seed, x.device)
-    if not _by_kernel(x):
+    filled = _fill_up(x)
+    matrix = _matrix(seed, x.device)
+    # One kernel is faster on a GPU, where it replaces five operations; on a CPU the product of matrices is.
+    slower = x.device.type == "cpu" or torch.compiler.is_compiling()
+    if slower or not x.numel() or x.dim() != _MATRIX:
         values = _times(filled, matrix)
         return RotatedTensor(values, largest_magnitude(values), largest_magnitude(x))
     memory, turned = laid(filled)
@@ -68,11 +72,6 @@ def _fill_up(x: Tensor) -> Tensor:
     if not x.dim():
         raise ValueError("a tensor without dimensions has none that could be rotated")
     return pad(x.detach(), (0, -x.shape[-1] % SIZE)) if x.shape[-1] % SIZE else x.detach()
-
-
-def _by_kernel(x: Tensor) -> bool:
-    """Whether one kernel is faster: on a CPU the product of matrices is, on a GPU it is one operation of five."""
-    return not (x.device.type == "cpu" or torch.compiler.is_compiling() or not x.numel() or x.dim() != _MATRIX)
 
 
 # Inductor would cut a sum of sixteen in two, and store the first half.
@@ -123,7 +122,8 @@ def _runs(memory: Tensor, turned: bool) -> Tensor:
 
 
 def _run_looking(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
-    blocks, written = _runs(x, turned), _runs(out, turned)
+    blocks = _runs(x, turned)
+    written = _runs(out, turned)
     call(LookingRotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
 
 

@@ -18,16 +18,16 @@ from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, feed_parts
 from fp8bench.protocols import Precision
 
-SERVED, OWN = "served", "own"
+SERVED = "served"
+OWN = "own"
 CARRIERS = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class KeptFormat:
-    """How numbers are kept: the bits of each, and the bytes of a scale.
-
-    `shared` says what has one scale: 'all' (a tensor), 'head', 'row', the length of a block along the row, or 0: none.
-    `above` are the bytes of one more scale a tensor. `fmt` and `scaling` are None for torch's own dtypes and integers.
+    """A format of stored numbers: the bits of each, and the bytes of a scale. `shared` is the unit with one scale:
+    'all' (a tensor), 'head', 'row', the length of a block along the row, or 0: none. `above` are the bytes of one more
+    scale a tensor. `fmt` and `scaling` are None for torch's own dtypes and integers.
     """
 
     bits: int
@@ -92,7 +92,8 @@ class ServedArm:
 
 def arm_of(params: Scalars, precision: Precision) -> ServedArm:
     """The arm of a case, from its precision and its axes. Raises UsageError where both choose formats."""
-    kv, weights = str(params["kv"]), str(params["weights"])
+    kv = str(params["kv"])
+    weights = str(params["weights"])
     chosen = precision.chosen
     if precision.name == SERVED:
         if (kv, weights) != (OWN, OWN):
@@ -107,7 +108,8 @@ def arm_of(params: Scalars, precision: Precision) -> ServedArm:
 def served_support(params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
     """Native only where nothing has to be restored before a product."""
     try:
-        arm, shape = arm_of(params, precision), served_shape(str(params["size"]))
+        arm = arm_of(params, precision)
+        shape = served_shape(str(params["size"]))
         check_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
@@ -128,7 +130,7 @@ def kept_support(precision: Precision, outputs: int, inputs: int, facts: DeviceF
 
 def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
     weights = arm.weight_format
-    # 1. What a served model cannot be.
+    # 1. Refuse combinations that no served model has.
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model's values travel in {' or '.join(CARRIERS)}, not in {arm.carrier}")
     if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
@@ -138,7 +140,7 @@ def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts
     # 2. Keys and values in a format are decoded ahead of attention, which reads the carrier only.
     if arm.kv_format != arm.carrier:
         return hardware.emulated(f"keys and values in {arm.kv} are restored before torch's attention")
-    # 3. Weights in the carrier need no kernel of their own.
+    # 3. Weights in the carrier need no special kernel.
     if weights in (OWN, arm.carrier):
         return hardware.native("torch's own products") if precision.name == SERVED else precision.support(facts)
     # 4. torch has kernels for coded weights on CPUs only, and for whole groups of outputs.
@@ -148,19 +150,22 @@ def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts
     return hardware.emulated(f"weights in {weights} are restored before they are multiplied")
 
 
-ROUTER, EXPERTS = "mlp.router", ".experts."
+ROUTER = "mlp.router"
+EXPERTS = ".experts."
 # Name -> shape and standard deviation of random values; 0 stands for ones, as norms begin.
 Shapes = dict[str, tuple[tuple[int, ...], float]]
 
 
 def served_shapes(config: GPTConfig) -> Shapes:
     """All weights of a model in the order of its parameters."""
-    width, vocabulary = config.width, config.vocabulary
+    width = config.width
+    vocabulary = config.vocabulary
     heads = (config.heads + 2 * config.key_heads) * config.head_width
     up = config.hidden * (2 if config.modern else 1)
     # Weights that end a branch begin smaller, as in training.
     gain = (2 * config.layers) ** -0.5
-    into, out_of = width**-0.5, gain * config.hidden**-0.5
+    into = width**-0.5
+    out_of = gain * config.hidden**-0.5
 
     shapes: Shapes = {"embedding": ((vocabulary, width), 0.02)}
     if not config.modern:
@@ -185,9 +190,9 @@ def served_shapes(config: GPTConfig) -> Shapes:
 
 @dataclass(frozen=True)
 class ServedShape:
-    """What is counted for a served model. An arm's format applies to matrices of `blocks.N.`, except a router's. A step
-    reads one row a token of `embedding`, one of `positions`, the chosen ones of `experts`, the `head` for one token a
-    sequence (a tied one, too), and all else whole."""
+    """The sizes of a served model. An arm's format applies to matrices of `blocks.N.`, except a router's. A step reads
+    one row a token of `embedding`, one of `positions`, the chosen ones of `experts`, the `head` for one token a
+    sequence (also a tied one), and all else whole."""
 
     vocabulary: int
     sequence: int
@@ -200,7 +205,8 @@ class ServedShape:
     top_k: int = 0
 
     def chosen(self, tokens: int) -> float:
-        """The expected number of a layer's experts with any of so many tokens, if each takes `top_k` at random."""
+        """Returns the expected number of a layer's experts with any of these tokens, if each takes `top_k` at
+        random."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0.0
 
     @property
@@ -248,7 +254,8 @@ def served_shape(size: str) -> ServedShape:
 
 def shape_of(config: GPTConfig) -> ServedShape:
     shapes = tuple((name, shape) for name, (shape, _) in served_shapes(replace(config, tied=False)).items())
-    heads, chosen = (config.heads, config.key_heads, config.head_width), config.top_k if config.experts else 0
+    heads = (config.heads, config.key_heads, config.head_width)
+    chosen = config.top_k if config.experts else 0
     return ServedShape(config.vocabulary, config.sequence, config.layers, *heads, shapes, config.experts, chosen)
 
 
@@ -268,7 +275,8 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
     """Counts the bytes for weights in this module's formats, not in `own` ones. `experts` is the mean number read in a
     layer, by default the expected one."""
     # 1. Weights: an embedding's rows of the batch, matrices of blocks in the arm's format, all else in the carrier.
-    carrier_bytes, weights = CARRIERS[arm.carrier], 0.0
+    carrier_bytes = CARRIERS[arm.carrier]
+    weights = 0.0
     read_share = 1.0
     if model.experts:
         read_share = (model.chosen(batch) if experts is None else experts) / model.experts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.errors import UsageError
@@ -21,7 +21,7 @@ from fp8bench.nn.served import (
 )
 from fp8bench.nn.sizes import SERVED_SIZES, gpt_around, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of
 
 if TYPE_CHECKING:
     from fp8bench.nn.serving import ServedState
@@ -48,31 +48,26 @@ class ServedWorkload(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         # The usual sizes depend on the device: a CPU takes minutes for a GPU's.
         size, context = self.usual[facts.accelerated]
-        formats = (("kv", "keys and values", KV_FORMATS), ("weights", "its blocks' weights", WEIGHT_FORMATS))
         return (
             Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), _model_name),
-            Axis("batch", "sequences that are served together", ("1",), whole_number(high=1 << 14)),
-            Axis("context", self.context_words, (context,), whole_number(high=1 << 20)),
-            *(
-                Axis(
-                    name,
-                    f"what {whose} are kept in: {', '.join(formats_of_it)}; {OWN}: as the dtype says",
-                    (OWN,),
-                    one_of(OWN, *formats_of_it),
-                )
-                for name, whose, formats_of_it in formats
-            ),
+            Axis.count("batch", "sequences that are served together", "1", high=1 << 14),
+            Axis.count("context", self.context_words, context, high=1 << 20),
+            _format_axis("kv", "keys and values", KV_FORMATS),
+            _format_axis("weights", "its blocks' weights", WEIGHT_FORMATS),
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        size, context = str(params["size"]), int(params["context"])
+        size = str(params["size"])
+        context = int(params["context"])
         model = served_shape(size)
         if context > model.sequence:
             raise UsageError(f"context={context} is too long: {size} has positions for {model.sequence}. Choose less.")
         return super().expand(params)
 
     def work(self, params: Scalars) -> Work:
-        model, batch, context = served_shape(str(params["size"])), int(params["batch"]), int(params["context"])
+        model = served_shape(str(params["size"]))
+        batch = int(params["batch"])
+        context = int(params["context"])
         new = self.new or context
         flops = forward_flops(model, batch, new, context)
         return Work(flops, batch * new, least_memory=served_memory(model, batch, context))
@@ -84,9 +79,9 @@ class ServedWorkload(Workload):
         return precision.support(facts)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        """None for a user's own model, which takes no precision map."""
-        size = str(params["size"])
-        return gpt_layers(config.layers, config.experts) if (config := SERVED_SIZES.get(size)) else ()
+        """Returns no layers for a user's own model, which takes no precision map."""
+        config = SERVED_SIZES.get(str(params["size"]))
+        return gpt_layers(config.layers, config.experts) if config else ()
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         config = SERVED_SIZES.get(str(params["size"]))
@@ -108,6 +103,11 @@ class ServedWorkload(Workload):
     def _served_arguments(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
         params = setup.params
         return arm_of(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
+
+
+def _format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:
+    words = f"what {tensors} are kept in: {', '.join(formats)}; {OWN}: as the dtype says"
+    return Axis.choice(name, words, OWN, *formats)
 
 
 def _model_name(text: str) -> str:

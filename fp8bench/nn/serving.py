@@ -56,8 +56,11 @@ Named = Callable[[str], Callable[[], Any]]
 
 
 def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, named: Named) -> ServedState:
-    params, device = setup.params, setup.facts.key
-    size, batch, context = str(params["size"]), int(params["batch"]), int(params["context"])
+    params = setup.params
+    device = setup.facts.key
+    size = str(params["size"])
+    batch = int(params["batch"])
+    context = int(params["context"])
     with torch.no_grad():
         # 1. Build the decoder: one of ours by its size, or one around a model of the user's.
         if size in SERVED_SIZES:
@@ -72,7 +75,8 @@ def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: i
         # Without a static cache each step gets tensors that grow by its tokens.
         if params.get("static") == "no" and isinstance(model, Decoder):
             for cache in model.cache:
-                cache.keys.grown, cache.values.grown = cache.keys.codes, cache.values.codes
+                cache.keys.grown = cache.keys.codes
+                cache.values.grown = cache.values.codes
     # 3. The new tokens, and memory for their logits.
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
@@ -111,7 +115,8 @@ def logits_error(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: i
         state.step(SilentPhases())
     logits, exact_logits = (state.logits for state in states)
     comparable = exact_logits.isfinite() | (logits != exact_logits)
-    errors, model = {"logits_error": relative_frobenius(logits[comparable], exact_logits[comparable])}, states[0].model
+    errors = {"logits_error": relative_frobenius(logits[comparable], exact_logits[comparable])}
+    model = states[0].model
     if not isinstance(model, Decoder) or not model.loads:
         return errors
     return {**errors, **load_figures([*model.loads.values()], 0), "expert_bytes": float(model.expert_bytes())}

@@ -121,7 +121,7 @@ class RecipePrecision(Precision):
 
     carried_by = "bf16"
     takes_backend = True
-    # What every scaled product needs; those of blocks need more.
+    # The multiples of every scaled product; those of blocks need larger ones.
     multiples = (16, 16)
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
@@ -161,7 +161,7 @@ class RecipePrecision(Precision):
         if self.backend is None:
             return self.own_support(facts)
         support = self.backend.support(self, facts)
-        if support.level is Level.REFUSED:  # what no installation would mend is said first
+        if support.level is Level.REFUSED:  # refusals that no installation would lift come first
             return support
         missing = self.backend.missing(facts.version_of(self.backend.package))
         return refused(missing) if missing else support

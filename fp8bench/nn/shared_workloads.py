@@ -1,20 +1,25 @@
-"""What workloads share: limits of precisions and devices beside products, and the base of trainings. No torch here."""
+"""Helpers of workloads: limits of precisions and devices other than products', and the base of trainings. No torch
+here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import GPTConfig, features_in
-from fp8bench.protocols import Phases, Precision, Workload
-from fp8bench.protocols.axes import VALUES, Axis, one_of
+from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.protocols.axes import VALUES, Axis
+
+if TYPE_CHECKING:
+    from fp8bench.nn.gpt import GPT
 
 
 def storage_support(precision: Precision, facts: DeviceFacts, without: str) -> Support:
-    """The precision's support, refused for one that changes products only; `without` says what the case then lacks."""
+    """Returns the precision's support, refused for one that changes products only; `without` names what the case then
+    lacks."""
     if precision.float32_products != "highest":
         return refused(
             f"{precision.name} changes what products read and leaves tensors float32: {without}, and fp32 is that case"
@@ -30,9 +35,11 @@ def carrier_bytes(precision: Precision) -> float:
     return 4.0 if (precision.carried_by or precision.name) in ("fp32", "tf32") else 2.0
 
 
-# Float32 copies of the scores in a kernel that stores them, whatever comes in: one for backward, and so many more while
-# it runs.
-SCORES_FORWARD, SCORES_KEPT, SCORES_BESIDE = 2.5, 1.0, 2.2
+# Float32 copies of the scores in a kernel that stores them, for any input: in forward alone, kept for backward, and in
+# addition while backward runs.
+SCORES_FORWARD = 2.5
+SCORES_KEPT = 1.0
+SCORES_BESIDE = 2.2
 
 
 def uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
@@ -66,11 +73,13 @@ def missing_kernel(attention: str, grouped: bool, precision: Precision, facts: D
     return ""
 
 
-PASS = Axis("pass", "forward alone, or training: forward and backward", ("training",), one_of("forward", "training"))
+PASS = Axis.choice(
+    "pass", "forward alone, or training: forward and backward", "forward", "training", default="training"
+)
 
 
 def is_training(params: Scalars) -> bool:
-    return params["pass"] == "training"
+    return params.get("pass") == "training"
 
 
 def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
@@ -86,13 +95,16 @@ def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
     return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
 
 
-def misfit(precision: Precision, rows: int, features: Sequence[int], training: bool, shown: str) -> str:
-    """Why a native precision refuses a layer's products; '' if it takes them. `shown` are the sizes in words."""
+def require_fit(
+    support: Support, precision: Precision, rows: int, features: Sequence[int], training: bool, shown: str
+) -> Support:
+    """Returns the support, refused where a native precision does not take a layer's products. `shown` are the sizes in
+    words."""
     along_k, along_n = precision.multiples
-    features_fit = not any(size % along_k or size % along_n for size in features)
-    if features_fit and not (training and rows % along_k):
-        return ""
-    return (
+    fits = not any(size % along_k or size % along_n for size in features) and not (training and rows % along_k)
+    if fits or not support.is_native:
+        return support
+    return refused(
         f"native {precision.name} contracts in multiples of {along_k} and gives columns in multiples of {along_n}, and "
         f"weight gradients contract over the tokens; here {shown}: choose other sizes"
     )
@@ -103,6 +115,18 @@ def why_no_errors(params: Scalars) -> str:
     kind = VALUES.of(params)
     constant = kind in ("ones", "zeros")
     return f"values={kind} are constant, so that a relative error would say nothing" if constant else ""
+
+
+def make_gpt(workload: Workload, setup: Setup, config: GPTConfig) -> GPT:
+    """Makes a GPT from the case's seed, its layers in the case's arithmetics."""
+    from fp8bench.nn.around import set_around
+    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.training_step import seed_weights
+
+    with seed_weights(setup):
+        model = GPT(config, workload.arithmetics(setup), setup.arithmetic.carrier)
+    set_around(model, setup.around(workload.around(setup.params)))
+    return model
 
 
 class TrainingWorkload(Workload):

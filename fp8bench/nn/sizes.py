@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fp8bench.protocols import Layer, Role
 
-# The experts that each token goes through, unless a size says otherwise.
+# The default number of experts that each token goes through.
 CHOSEN = 2
 
 
@@ -22,7 +22,9 @@ class MoeSizes(NamedTuple):
 
 
 # A latent's channels, the side of a DiT's patches, and the sinusoids of a time step.
-CHANNELS, PATCH, FREQUENCIES = 4, 2, 256
+CHANNELS = 4
+PATCH = 2
+FREQUENCIES = 256
 # The width of a head, where it divides the width.
 HEAD_WIDTH = 64
 TIME_STEPS = 1000
@@ -39,7 +41,8 @@ class DenoiserSizes(NamedTuple):
 
     @property
     def blocks(self) -> GPTConfig:
-        heads, tokens = heads_of(self.width), (self.image // PATCH) ** 2
+        heads = heads_of(self.width)
+        tokens = (self.image // PATCH) ** 2
         return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
 
 
@@ -70,8 +73,8 @@ class SamplerPlan(NamedTuple):
 @dataclass(frozen=True)
 class GPTConfig:
     """A model, and the batch and sequence of its default step. `modern` is Llama's manner: RMS norm, rotary positions,
-    gates. With `experts` each feed-forward block has so many, of which each token goes through `top_k`. The head of a
-    `tied` model multiplies with the embedding's weights.
+    gates. Each feed-forward block has `experts`, if any, of which each token goes through `top_k`. The head of a `tied`
+    model multiplies with the embedding's weights.
     """
 
     vocabulary: int
@@ -142,7 +145,7 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """A model of square images: `resnet`, `vit`, or `two-input`, which reads `text` tokens beside each image."""
+    """A model of square images: `resnet`, `vit`, or `two-input`, which reads `text` tokens with each image."""
 
     model: str
     image: int
@@ -175,7 +178,9 @@ class VisionSizes:
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
         """For each kind of layer the rows of one image, and the weights that each row goes through."""
-        width, inner, every = self.width, self.inner, self.layers * self.blocks.block_weights
+        width = self.width
+        inner = self.inner
+        every = self.layers * self.blocks.block_weights
         if self.model == "resnet":  # a bottleneck's three convolutions, and the first one's shortcut
             stage = self.layers * (2 * width * inner + 9 * inner**2) + inner**2
             stem = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner
@@ -311,7 +316,7 @@ HEADS: dict[str, tuple[int, int]] = {
     "qwen3-32b": (151936, 5120),
     "deepseek-v3": (129280, 7168),
 }
-# What sizes of a model are called, those that it must have first.
+# The names of a model's sizes, the required ones first.
 _SIZE_NAMES = ("hidden", "ffn", "heads", "kv", "head", "tokens")
 _LARGEST_SIZE = 1 << 18
 
@@ -383,14 +388,9 @@ def usual_tokens(model: str) -> int:
 
 
 def features_in(config: GPTConfig) -> Features:
-    width = config.width
-    return {
-        "qkv": (width + 2 * config.key_heads * config.head_width, width),
-        "out": (width, width),
-        "up": (config.hidden * (2 if config.modern else 1), width),
-        "down": (width, config.hidden),
-        "head": (config.vocabulary, width),
-    }
+    layers = block_features(config.width, config.hidden, config.heads, config.key_heads, gated=config.modern)
+    qkv, out, up, down = layers.values()
+    return {"qkv": qkv, "out": out, "up": up, "down": down, "head": (config.vocabulary, config.width)}
 
 
 # A small model, trained until its loss is well below chance.
@@ -414,7 +414,8 @@ class CapturedTensor:
 
 def _list_captured_tensors() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
-    tokens, block = TRAINED_BATCH * config.sequence, f"blocks.{config.layers - 1}"
+    tokens = TRAINED_BATCH * config.sequence
+    block = f"blocks.{config.layers - 1}"
     # For each kind the layer whose input is most typical: attention behind a norm, feed-forward behind the activation.
     layers = (
         ("attn", f"{block}.attn.qkv", config.width, 3 * config.width),
@@ -423,9 +424,9 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
     )
     captured = {}
     for kind, name, inputs, outputs in layers:
-        captured[f"{kind}-{Role.INPUT}"] = CapturedTensor(kind, name, Role.INPUT, tokens, inputs)
-        captured[f"{kind}-{Role.WEIGHT}"] = CapturedTensor(kind, name, Role.WEIGHT, outputs, inputs)
-        captured[f"{kind}-{Role.GRADIENT}"] = CapturedTensor(kind, name, Role.GRADIENT, tokens, outputs)
+        sides = {Role.INPUT: (tokens, inputs), Role.WEIGHT: (outputs, inputs), Role.GRADIENT: (tokens, outputs)}
+        for role, (rows, columns) in sides.items():
+            captured[f"{kind}-{role}"] = CapturedTensor(kind, name, role, rows, columns)
     return captured
 
 

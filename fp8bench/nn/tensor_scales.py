@@ -29,10 +29,11 @@ class ScalePair(NamedTuple):
 
 
 class NextScale(Protocol):
-    """A source of a tensor's scales other than the tensor as it is."""
+    """A source of a tensor's scales other than its present values."""
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """The scale for a cast of `x`, whose largest magnitude may be known; `repeat` repeats the scale of the last."""
+        """Returns the scale for a cast of `x`, whose largest magnitude may be known; `repeat` repeats the scale of the
+        last."""
 
     @property
     def last(self) -> ScalePair | None:
@@ -43,7 +44,7 @@ class DelayedScale:
     """The delayed scale of one role's tensor in one layer, and its history.
 
     As in Transformer Engine, a cast takes the current scale and then enters its own largest magnitude. The first scale
-    is 1. A history of zeros leaves the scale as it is; so does a cast with infinities or NaN, which enters 0.
+    is 1. A history of zeros does not change the scale; neither does a cast with infinities or NaN, which enters 0.
     `scale` is that of the next cast, `history` a ring of largest magnitudes, filled from its front; both are float32 on
     the device, None before the first cast.
     """
@@ -57,23 +58,23 @@ class DelayedScale:
         self._casts: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
-        self._used: ScalePair | None = None
+        self.last: ScalePair | None = None
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         """A recomputed block casts with `repeat`: it gets the scale that it had, and is not entered twice."""
-        if repeat and self._used is not None:
-            return self._used
+        if repeat and self.last is not None:
+            return self.last
         amax = largest_magnitude(x) if amax is None else amax
-        self._used = ScalePair(*delayed_scale(amax, *self._state(x.device), self._fmt, self._delayed))
-        return self._used
+        self.last = ScalePair(*delayed_scale(amax, *self._state(x.device), self._fmt, self._delayed))
+        return self.last
 
     def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
         """Casts `x` and does what `next` does, in one pass; None where the scale is not this tensor's alone, or is that
         of the last cast."""
-        if not self.alone or (repeat and self._used is not None):
+        if not self.alone or (repeat and self.last is not None):
             return None
         cast = delayed_codes(x, *self._state(x.device), self._fmt, self._delayed, both)
-        self._used = ScalePair(cast.scale, cast.inverse)
+        self.last = ScalePair(cast.scale, cast.inverse)
         return cast
 
     def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,10 +91,6 @@ class DelayedScale:
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
         self.scale, self.history, self._casts = map(memory.get, ("scale", "history", "casts"))
-
-    @property
-    def last(self) -> ScalePair | None:
-        return self._used
 
 
 def backward_is_running() -> bool:
@@ -119,7 +116,7 @@ def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment
 
 
 class StaticScale:
-    """The static scale of one role's tensor in one layer; a book says when it is renewed.
+    """The static scale of one role's tensor in one layer; a book decides when it is renewed.
 
     While the book is watching, a cast takes the current scale and enters its largest magnitude; the first cast after
     that makes the scale of the largest one entered. Magnitudes that are 0 or not finite do not count. A scale that is
@@ -150,7 +147,7 @@ class StaticScale:
             self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
             self._used = ScalePair(*current_scale(amax, self._fmt, self._rounding))
             return self._used
-        # Use the current scale, or what was entered, or, for a tensor never seen before, its own.
+        # Use the current scale, or that of the entered magnitude, or, for a new tensor, the scale of its values.
         if self._entered is not None:
             self._settle(self._entered)
         elif self._scale is None:
@@ -191,7 +188,7 @@ class StaticScale:
         return ScaleState(float(self._amax), float(self._scale.scale), int(self._renewals))
 
     def _settle(self, amax: Tensor) -> None:
-        """Makes the scale of that largest magnitude; the first time is no renewal."""
+        """Makes the scale of that largest magnitude; the first time does not count as a renewal."""
         self._entered = None
         if self._scale is None:
             self._amax, self._scale = amax, _invert(self._factor(amax))
@@ -204,7 +201,8 @@ class StaticScale:
         # A GPU must not wait for an answer: it always counts and makes both scales, and selects one on the device.
         waits = x.device.type == "cpu"
         # Tensor by tensor, as in float_factor: a number over a tensor is a product with its reciprocal on a GPU.
-        limit, amax = torch.full_like(scale, self._fmt.largest) / scale, largest_magnitude(x)
+        limit = torch.full_like(scale, self._fmt.largest) / scale
+        amax = largest_magnitude(x)
         if waits and amax <= limit:
             return
         beyond = torch.count_nonzero(x.detach().to(torch.float32).abs() > limit)
@@ -245,7 +243,8 @@ def view_of(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tenso
     treatment = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))[role]
     if recipe.delayed is None:
         return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling))
-    steps, memory = [*reversed(earlier), x], DelayedScale(recipe.delayed, treatment.fmt)
+    steps = [*reversed(earlier), x]
+    memory = DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
     # The first step's scale comes from nothing, so it is not part of the course.
     places = slice(1, None) if earlier else slice(None)

@@ -14,21 +14,16 @@ from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.linear import Choose, Linear, prefix_names
-from fp8bench.nn.parts import FeedForward, Norm, drop
+from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
-
-# The standard deviation of initial embeddings, as in a GPT.
-_EMBEDDING = 0.02
 
 
 class WindowMLP(LanguageModel):
     """The last CONTEXT tokens concatenated, one product of them, then feed-forward blocks with residuals."""
 
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.carrier, self.dropout = carrier, dropout
-        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
+        super().__init__(config, carrier, dropout)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
         parts = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
@@ -40,15 +35,13 @@ class WindowMLP(LanguageModel):
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        share = self.dropout if self.training else 0.0
-        x = self.look_up(tokens, self.embedding)
+        x = self.look_up(tokens)
         windows = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
         residual = self.around["residual"]
-        x = cast_to(drop(self.window(windows, phase).to(x.dtype), share), residual)
+        x = cast_to(self.drop(self.window(windows, phase).to(x.dtype)), residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = cast_to(x + drop(block(norm(x), phase), share).to(x.dtype), residual)
-        y: Tensor = self.head(self.norm(x), phase)
-        return y
+            x = cast_to(x + self.drop(block(norm(x), phase)).to(x.dtype), residual)
+        return self.head(self.norm(x), phase)
 
 
 class CausalBlock(ResidualBlock):
@@ -62,8 +55,8 @@ class CausalBlock(ResidualBlock):
 
     def __init__(self, channels: int, choose: Choose) -> None:
         super().__init__(channels, choose, running=True)
-        # A block begins by adding about as much as the stream holds; at full size it would drown the tokens for long.
-        nn.init.constant_(self.norm_second.weight, _EMBEDDING)
+        # A block begins by adding about as much as the stream holds: at full size it would drown the tokens for long.
+        nn.init.constant_(self.norm_second.weight, 0.02)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(convolve_causally(self.first, x, phase)))
@@ -73,26 +66,21 @@ class CausalBlock(ResidualBlock):
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
     """A causal 3x3 convolution of (batch, lines, places, channels): each place sees only earlier ones."""
     shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
-    y: Tensor = convolution(shifted, phase)[:, :-1, :-1]
-    return y
+    return convolution(shifted, phase)[:, :-1, :-1]
 
 
 class TextCNN(LanguageModel):
     """Convolutions over a text in lines of LINE tokens; in eval mode batch norm uses its kept statistics."""
 
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.carrier, self.dropout = carrier, dropout
-        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
+        super().__init__(config, carrier, dropout)
         parts = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        share = self.dropout if self.training else 0.0
-        x = self.look_up(tokens.reshape(len(tokens), -1, LINE), self.embedding)
+        x = self.look_up(tokens.reshape(len(tokens), -1, LINE))
         for block in self.blocks:
-            x = drop(block(x, phase), share)
-        y: Tensor = self.head(self.norm(x).flatten(1, 2), phase)
-        return y
+            x = self.drop(block(x, phase))
+        return self.head(self.norm(x).flatten(1, 2), phase)

@@ -28,7 +28,7 @@ class Loader(Protocol):
         """Inputs and targets of a batch, on the device."""
 
     def load_ahead(self, batches: int) -> None:
-        """Loads so many batches, each into the memory of the one before in its place; `next` then takes turns."""
+        """Loads this many batches, each into the memory of its predecessor; `next` then takes turns."""
 
 
 # Spreads the seeds of other draws of the weights; a CPU generator takes 32 bits of them.
@@ -157,7 +157,7 @@ def new_state(
     micro_batches: int = 1,
 ) -> TrainingState:
     parameters = list(model.parameters())
-    # Gradients are summed over micro batches here, whatever the optimizer does to its own.
+    # Gradients are summed over micro-batches here, so that the optimizer may change the model's.
     buffers = [torch.zeros_like(parameter) for parameter in parameters]
     optimizer = adamw(parameters, rate, setup.facts, fused)
     return TrainingState(

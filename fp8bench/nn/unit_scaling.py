@@ -33,10 +33,13 @@ from fp8bench.nn.parts import FeedForward
 from fp8bench.protocols import Phases
 
 # The deviation of GELU and of Llama's gate for a Gaussian, and the root mean square of their slopes.
-GELU, GELU_SLOPE = 0.588, 0.675
-GATED, GATED_SLOPE = 0.596, 0.606
+GELU = 0.588
+GELU_SLOPE = 0.675
+GATED = 0.596
+GATED_SLOPE = 0.606
 # Initial deviations of a GPT's embeddings and positions.
-_EMBEDDING, _PLACES = 0.02, 0.01
+_EMBEDDING = 0.02
+_PLACES = 0.01
 _NORM_EPSILON = 1e-5
 
 
@@ -55,8 +58,7 @@ def rescale(x: Tensor, forward: float, backward: float) -> Tensor:
     """`forward` times x; its gradient is `backward` times that of the result."""
     if forward == backward == 1.0:
         return x
-    result: Tensor = _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -95,7 +97,7 @@ class UnitProduct:
         total = self.behind * root * self.loss.factor
         # A weight that was cast already is not read again.
         ahead = 1.0 if layer.operands is not None else layer.factor
-        with cast_marker(layer.arithmetic, phase):  # the phase of casting weights for all micro-batches, too
+        with cast_marker(layer.arithmetic, phase):  # the phase that casts weights for all micro-batches
             weight = rescale(layer.weight, ahead, 1 / (self.deviation * total))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescale(y, 1 / root, 1.0)
@@ -105,7 +107,8 @@ def make_layer_unit(layer: Linear, gain: float, behind: float, loss: LossGradien
     """Makes a layer's product unit-scaled; returns the factor of its input's gradient against the true one."""
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
-    layer.unit, layer.factor = UnitProduct(deviation, behind, loss), 1 / deviation
+    layer.unit = UnitProduct(deviation, behind, loss)
+    layer.factor = 1 / deviation
     return behind * math.sqrt(inputs / outputs)
 
 
@@ -188,14 +191,15 @@ class UnitStream:
 
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
-    """Makes a built model unit-scaled, for sequences of so many tokens. Raises UsageError for another kind of model
-    before it changes anything."""
+    """Makes a built model unit-scaled, for sequences of this length. Raises UsageError for other kinds of models before
+    it changes anything."""
     if type(model) is FeedForward:
         # Its inputs and incoming gradients have a deviation of 1 already.
         deviation = GATED if model.gated else GELU
         factor = make_feed_unit(model, 1.0, 1 / deviation, LossGradient(2))
         assert isinstance(model.unit, UnitFeed)
-        model.unit.enter, model.unit.leave = (1.0, 1 / factor), (deviation, 1.0)
+        model.unit.enter = (1.0, 1 / factor)
+        model.unit.leave = (deviation, 1.0)
     elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
         _scale_gpt(model, tokens)
     else:
@@ -212,28 +216,32 @@ def _scale_gpt(model: GPT, tokens: int) -> None:
     head = _EMBEDDING * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0
     behind = make_layer_unit(model.head, head, 1 / head, loss)
 
-    # 2. Both parts of each block. The stream grows by each: `size` is its deviation so far.
+    # 2. Both parts of each block. The stream grows with each: `size` is its deviation before the next part.
     gain = 1 / math.sqrt(2 * len(model.blocks))
     first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
-    size, mixed = first, attention_deviation(tokens)
+    size = first
+    mixed = attention_deviation(tokens)
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
         feed_deviation = GATED if block.mlp.gated else GELU
         sums = []
         for norm, deviation in ((block.norm_attn, mixed), (block.norm_mlp, feed_deviation)):
             next_size = math.hypot(size, gain * deviation)
-            skip, branch = size / next_size, gain * deviation / next_size
+            skip = size / next_size
+            branch = gain * deviation / next_size
             inside = behind / branch
             if norm is block.norm_mlp:
                 inside = make_feed_unit(block.mlp, gain, inside, loss)
             else:
                 inside = make_layer_unit(block.attn.qkv, 1.0, make_layer_unit(block.attn.out, gain, inside, loss), loss)
-            norm.unit, norm.epsilon = UnitWeight(inside, loss), _NORM_EPSILON / size**2
+            norm.unit = UnitWeight(inside, loss)
+            norm.epsilon = _NORM_EPSILON / size**2
             sums.append(UnitSum(skip, branch, behind / inside))
             size = next_size
         block.attn.core = UnitCore(block.attn.core, mixed)
         block.unit = UnitResidual(*sums)
 
     # 3. The last norm, and both ends of the stream.
-    model.norm.unit, model.norm.epsilon = UnitWeight(behind, loss), _NORM_EPSILON / size**2
+    model.norm.unit = UnitWeight(behind, loss)
+    model.norm.epsilon = _NORM_EPSILON / size**2
     model.unit = UnitStream(first, behind, loss, head)

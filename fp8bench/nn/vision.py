@@ -24,7 +24,8 @@ from fp8bench.protocols import Phases, SilentPhases
 # The number of batches kept ready on the host.
 POOL = 4
 # Means and deviations of the colours' bytes in ImageNet's images.
-MEANS, DEVIATIONS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+MEANS = (123.675, 116.28, 103.53)
+DEVIATIONS = (58.395, 57.12, 57.375)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -36,8 +37,11 @@ class ImageLoader:
     def __init__(
         self, sizes: VisionSizes, batch: int, layout: Layout, dtype: torch.dtype, device: str, seed: int
     ) -> None:
-        self._layout, self._dtype, self._device = layout, dtype, device
-        self._has_text, self._pin = sizes.text > 0, device != "cpu"
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+        self._has_text = sizes.text > 0
+        self._pin = device != "cpu"
 
         # 1. Draw the pool.
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -48,9 +52,11 @@ class ImageLoader:
 
         # 2. Keep it where copies to the device are fast.
         if self._pin:
-            images, words = images.pin_memory(), words.pin_memory()
+            images = images.pin_memory()
+            words = words.pin_memory()
         self._pool = cycle(zip(images, words, strict=True))
-        self._means, self._deviations = torch.tensor(MEANS, device=device), torch.tensor(DEVIATIONS, device=device)
+        self._means = torch.tensor(MEANS, device=device)
+        self._deviations = torch.tensor(DEVIATIONS, device=device)
         self._ahead: list[tuple[Tensor, Tensor]] = []
         self._turns: Iterator[tuple[Tensor, Tensor]] = iter(())
 
@@ -116,7 +122,7 @@ def _pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tensor]]:
 
 
 def fault_of(state: TrainingState | InferenceState) -> str:
-    """Takes a step and says what is wrong with it: images in another layout than its own, batch norm in the wrong mode.
+    """Takes a step and returns its fault: a wrong layout of images, batch norm in the wrong mode; '' if it is right.
 
     Layouts do not matter where convolutions run on rounded values, which are put into rows and back.
     """
@@ -151,7 +157,8 @@ class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
-        self.layout, self.fault = layout, ""
+        self.layout = layout
+        self.fault = ""
 
     def look_at_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._look(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])

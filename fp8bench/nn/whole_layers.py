@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,8 @@ from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 class WholeLayer(NamedTuple):
     """A library's layer: `multiply` its inputs by its weights, and `scales` (part, role, largest magnitude, scale).
 
-    `in_step` multiplies within a step, and is told whether it is the step's first pass, which casts the weights. None
-    where the library casts them in each pass.
+    `in_step` multiplies within a step; its second argument is whether this is the step's first pass, which casts the
+    weights. None where the library casts them in each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
@@ -67,7 +68,7 @@ class WholeLayers(Arithmetic):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Passes in the body belong to one step: layers that can cast their weights in its first pass only."""
+        """Makes passes in the body one step: layers that can cast their weights in its first pass only."""
         self._passed[0] = set()
         try:
             yield
@@ -119,36 +120,31 @@ class WholeLayers(Arithmetic):
         return f"{self._backend} has whole layers only, and no separate cast or product. Use `whole`."
 
 
+@dataclass(eq=False)
 class SingleProducts(Arithmetic):
     """A library's casts and products, called one by one. The data of operands are the library's own tensors.
 
-    `quantise` is told whether the role is turned for its product, `multiply` (a, b, dtype, whether a gradient is among
-    them) gives a times b transposed.
+    The last argument of `quantise` is whether the role is turned for its product; `multiply` (a, b, dtype, whether a
+    gradient is among them) gives a times b transposed.
     """
 
     keeps_source = True
-
-    def __init__(
-        self,
-        carrier: torch.dtype,
-        quantise: Callable[[Tensor, Role, bool], Tensor],
-        multiply: Callable[[Tensor, Tensor, torch.dtype, bool], Tensor],
-        dequantise: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.carrier = carrier
-        self._quantise, self._multiply, self._dequantise = quantise, multiply, dequantise
+    carrier: torch.dtype
+    quantise: Callable[[Tensor, Role, bool], Tensor]
+    multiply: Callable[[Tensor, Tensor, torch.dtype, bool], Tensor]
+    dequantise: Callable[[Tensor], Tensor]
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(self._quantise(tensor, role, False), gradient=role is Role.GRADIENT)
+        return Operand(self.quantise(tensor, role, False), gradient=role is Role.GRADIENT)
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        return Operand(self._quantise(source, role, True), gradient=role is Role.GRADIENT)
+        return Operand(self.quantise(source, role, True), gradient=role is Role.GRADIENT)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return self._multiply(a.data, b.data, dtype, a.gradient or b.gradient)
+        return self.multiply(a.data, b.data, dtype, a.gradient or b.gradient)
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        return self._dequantise(operand.data).to(dtype)
+        return self.dequantise(operand.data).to(dtype)
 
 
 def surround(model: nn.Module) -> None:
@@ -173,7 +169,7 @@ def surround(model: nn.Module) -> None:
 class CachedWeights:
     """Casts the weights of a model's linear layers once for many passes.
 
-    Layers of another library cast their own weights, and are told which pass is the first of a step.
+    Other libraries' layers cast their own weights, and only learn which pass is the first of a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -201,13 +197,13 @@ class CachedWeights:
                     layer.operands = None
 
     def _cast(self) -> None:
-        taking = [layer for layer in self._layers if layer.arithmetic.takes_amax and not _finds_amax(layer)]
+        taking = []
+        for layer in self._layers:
+            # A cast with a delayed scale finds the magnitude while it casts.
+            finds = layer.arithmetic.settles and casts_in_one_call(layer.weight)
+            if layer.arithmetic.takes_amax and not finds:
+                taking.append(layer)
         amaxes = dict(zip(taking, largest_magnitudes([linear.weight for linear in taking]), strict=True))
         for layer in self._layers:
             weight = layer.weight if layer.unit is None else layer.weight * layer.factor
             layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))
-
-
-def _finds_amax(layer: Linear) -> bool:
-    """Whether a cast with a delayed scale finds the magnitude while it casts."""
-    return layer.arithmetic.settles and casts_in_one_call(layer.weight)

@@ -36,7 +36,10 @@ from fp8bench.numerics.rank_programs import (
 E4M3_LARGEST = 448.0
 _LARGEST_CODE = 0x7E
 WAYS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
-PRE, POST, MS_AMP, FP8LM_AUTO = ("pre", "post", "ms_amp", "fp8lm_auto")
+PRE = "pre"
+POST = "post"
+MS_AMP = "ms_amp"
+FP8LM_AUTO = "fp8lm_auto"
 # FP8-LM, equations 2 and 3: mu is halved after a step in which more than 0.001% of the values are the largest code,
 # else it grows by a factor of 2 in 1,000 steps, up to 2.
 MOST_SATURATED = 1e-5
@@ -91,13 +94,9 @@ def largest_scale(amax: Tensor) -> Tensor:
 
 def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
     """Returns a further factor of the scale that makes an overflow of the sum over ranks less likely."""
-    factors: dict[str, float | Tensor] = {
-        PRE: 1 / size,
-        POST: 1.0,
-        MS_AMP: 1 / math.sqrt(size),
-        FP8LM_AUTO: auto.mu,
-    }
-    return factors[scaling]
+    if scaling == FP8LM_AUTO:
+        return auto.mu
+    return {PRE: 1 / size, POST: 1.0, MS_AMP: 1 / math.sqrt(size)}[scaling]
 
 
 def cast_scale(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
@@ -195,7 +194,9 @@ def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
     rows = torch.split(values, sizes)
     amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
     scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
-    codes = torch.cat([some.encoded(*own) for some, *own in zip(pieces, rows, scales, strict=True)])
+    codes = torch.cat(
+        [some.encoded(*row_and_scales) for some, *row_and_scales in zip(pieces, rows, scales, strict=True)]
+    )
     arrived = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
     total = _add_up([E4M3().decode(row) for row in arrived])
     return torch.cat([piece / (scale * len(pieces)) for piece, scale in pieces[rank].each(total, scales[rank])])
@@ -247,7 +248,9 @@ def flushed_share(values: Tensor, scaling: str, size: int, auto: AutoScale) -> P
     return flushed.float().mean()
 
 
-ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+BROADCAST = "broadcast"
 Marker = AbstractContextManager[object]
 
 
@@ -353,8 +356,8 @@ class InFP8:
 
     def alone(self, sources: Sequence[Tensor]) -> list[Reduced]:
         """Returns what each rank receives, by the same programs in this process; this rank's mu does not change."""
-        each = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
-        pairs = enumerate(zip(each, sources, strict=True))
+        collectives = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
+        pairs = enumerate(zip(collectives, sources, strict=True))
         return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
 
 
@@ -370,12 +373,13 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
     else:
         alone = kind.alone([torch.ones(count) for _ in range(size)])
         fresh = InFP8(kind.collective, kind.way, kind.scaling)
-        sums, correct = fresh(ones, rank, size, nullcontext()).values.cpu(), alone[rank].values
+        sums = fresh(ones, rank, size, nullcontext()).values.cpu()
+        correct = alone[rank].values
     if not torch.equal(sums, correct):
         at = int((sums != correct).nonzero()[0])
         raise SelfCheckFailed(
-            f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must come "
-            f"to {float(correct[at])!r} (1 + ... + 1 over {size}); so it was not timed"
+            f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must be "
+            f"{float(correct[at])!r} (1 + ... + 1 over {size}); so it was not timed"
         )
 
 
@@ -383,5 +387,4 @@ def newest(*names: str) -> Callable[..., object]:
     """Returns the newest of these functions that torch has: 2.13 renamed some, and warns of the old names."""
     import torch.distributed as dist
 
-    collective: Callable[..., object] = next(getattr(dist, name) for name in names if hasattr(dist, name))
-    return collective
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))

@@ -32,7 +32,8 @@ _OTHER_ROUNDINGS = 4
 # No hardware sums in fewer bits.
 _FEWEST_BITS = 8
 # A bias within this many standard errors is chance; mean squares of one kind agree within the factor.
-_CHANCE, _SAME_SPREAD = 6.0, 3.0
+_CHANCE = 6.0
+_SAME_SPREAD = 3.0
 # A factor nearer to 1 is not a scale, nor is one within a result's own rounding.
 _NO_SCALE = 2.0**-7
 _LINES = (
@@ -43,9 +44,11 @@ _LINES = (
 )
 _BLOCKS = (128, 32, 16)
 # Results for each fitted factor, and the number of turns between rows and columns.
-_EQUATIONS, _TURNS = 8, 30
+_EQUATIONS = 8
+_TURNS = 30
 # The length of runs that share a scale, and the number of runs that are examined.
-_RUN, _LOOKED_AT = 128, 32
+_RUN = 128
+_LOOKED_AT = 32
 # The float32 error of a value that is divided by its scale and multiplied by it again.
 _SLACK = 2.0**-18
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -101,7 +104,8 @@ class ConformitySums:
     def holds(self, result: Tensor, cut: bool = False) -> bool:
         """Whether every element is a sum within the bound, rounded to nearest or (`cut`) toward 0."""
         rounded = self._round_toward_zero if cut else self._nearest
-        low, high = rounded(self.exact - self.bound), rounded(self.exact + self.bound)
+        low = rounded(self.exact - self.bound)
+        high = rounded(self.exact + self.bound)
         return bool(((result >= low) & (result <= high)).all())
 
     def near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
@@ -173,7 +177,7 @@ def explain_product(result: Tensor, sums: ConformitySums) -> Explained:
 def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
     """Whether results are no further from the exact ones than sums of 14 bits: each of them, and in the mean square.
 
-    Those are the shortest sums that units are known to have (Hopper's).
+    No units are known to have shorter sums than these, which are Hopper's.
     """
     wide = result.to(torch.float64)
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
@@ -188,8 +192,9 @@ def kept_bits(result: Tensor, sums: ConformitySums) -> int:
     results are off.
     """
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    lost, expected = sums.lost(result), sums.lost(model)
-    if not (0 < lost < math.inf and expected > 0):  # no number, where a result is no 0 although its products are
+    lost = sums.lost(result)
+    expected = sums.lost(model)
+    if not (0 < lost < math.inf and expected > 0):  # NaN or infinite, if a result is not 0 although its products are
         return FLOAT32_BITS
     ratio = lost / expected
     if sums.spread(result) > _SAME_SPREAD * (ratio**2 * sums.spread(model) + sums.chance):
@@ -198,7 +203,8 @@ def kept_bits(result: Tensor, sums: ConformitySums) -> int:
 
 
 def _laid_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor]]:
-    a, b = sums.a, sums.b
+    a = sums.a
+    b = sums.b
     if a.shape[0] == b.shape[0]:
         yield "the result is transposed", sums.exact.t()
     if b.shape[0] == b.shape[1] == a.shape[1]:
@@ -233,7 +239,8 @@ def match_units(result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tens
         if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (down, across)):
             return False
         scaled = unit_sums(*(code[:, part] for code in codes)) * down[:, :1] * across[:, :1].t()
-        total, magnitude = total + scaled, magnitude + scaled.abs()
+        total = total + scaled
+        magnitude = magnitude + scaled.abs()
     bound = (codes[0].shape[1] // length + _OTHER_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
     low, high = ((total + side * bound).to(result.dtype) for side in (-1, 1))
     return bool(((result >= low) & (result <= high)).all())
@@ -258,7 +265,8 @@ def _scaled_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
         fits.append((words, factor, factor * sums.exact, factor.abs() * sums.magnitude))
     fits += _scaled_blocks(result, sums)
     for words, factors, scaled, magnitude in fits:
-        least, most = float(factors.min()), float(factors.max())
+        least = float(factors.min())
+        most = float(factors.max())
         if max(abs(least - 1), abs(most - 1)) > no_scale:
             several = f" to {most:.3g}" if most - least > no_scale else ""
             yield _Fit(f"{words} scaled by {least:.3g}{several}", scaled, magnitude)
@@ -273,9 +281,11 @@ def _scaled_blocks(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, 
         parts = torch.einsum("mcs,ncs->mnc", a, b)
         for operand, target, pieces in (("first", result, parts), ("second", result.t(), parts.transpose(0, 1))):
             factors = torch.linalg.lstsq(pieces, target[:, :, None]).solution
-            scaled, magnitude = (pieces @ factors)[:, :, 0], (pieces.abs() @ factors.abs())[:, :, 0]
+            scaled = (pieces @ factors)[:, :, 0]
+            magnitude = (pieces.abs() @ factors.abs())[:, :, 0]
             if operand == "second":
-                scaled, magnitude = scaled.t(), magnitude.t()
+                scaled = scaled.t()
+                magnitude = magnitude.t()
             yield f"blocks of {size} of the {operand} operand", factors, scaled, magnitude
 
 
@@ -299,7 +309,8 @@ def _ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
 def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> Explained:
     """Explains why the values of a cast of `source` differ in bits from the correct ones; all are float32 matrices."""
     # 1. Values beyond the largest number of the format.
-    differ, top = differing_bits(result, correct), correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    differ = differing_bits(result, correct)
+    top = correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
     beyond = ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == top) & (source.abs() > top))
     if bool((beyond | ~differ).all()):
         first = tuple(int(place) for place in differ.nonzero()[0])
@@ -307,7 +318,7 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
         return Difference.OVERFLOW, f"what lies beyond the largest becomes {became}"
     if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
-    # 2. The same values in another order, or times a scale.
+    # 2. The same values in a different order, or times a scale.
     wide = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
     values, expected, original = wide
     layouts = list(permutations(values, expected))
@@ -351,7 +362,8 @@ def mantissa_bits(values: Tensor) -> int:
     The result is too small if there are not enough values to cover an octave.
     """
     length = _RUN if values.shape[-1] % _RUN == 0 else values.shape[-1]
-    runs, most = values.detach().abs().reshape(-1, length), 1
+    runs = values.detach().abs().reshape(-1, length)
+    most = 1
     for run in runs[:: max(1, len(runs) // _LOOKED_AT)]:
         kinds = torch.tensor(sorted({size for size in run.tolist() if 0 < size < math.inf}), dtype=torch.float64)
         if len(kinds):

@@ -14,9 +14,15 @@ from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VAL
 # Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
 DEGREES = 3
 # One channel in this many is an outlier, by this factor, as in a trained model's activations.
-OUTLIER_EVERY, OUTLIER_FACTOR = 128, 50.0
+OUTLIER_EVERY = 128
+OUTLIER_FACTOR = 50.0
 # Magnitudes of gradients are log-normal about this median, with this deviation in powers of e.
-GRADIENT_MEDIAN, GRADIENT_DEVIATION = 1e-4, 2.0
+GRADIENT_MEDIAN = 1e-4
+GRADIENT_DEVIATION = 2.0
+
+
+def seeded_generator(device: str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
 
 
 def gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -24,8 +30,8 @@ def gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 
 def student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    normal, *others = (gaussian(shape, generator) for _ in range(1 + DEGREES))
-    squares = torch.stack(others).square_().sum(0)
+    normal, *normals = (gaussian(shape, generator) for _ in range(1 + DEGREES))
+    squares = torch.stack(normals).square_().sum(0)
     return normal.div_(squares.div_(DEGREES).sqrt_())
 
 
@@ -94,7 +100,8 @@ def drawn(params: Scalars, shape: Sequence[int], generator: torch.Generator | No
     The kind can change speed: constants switch fewer wires of the multipliers than random numbers do, so that a GPU at
     its power limit keeps a higher clock.
     """
-    kind, empty = VALUES.of(params), torch.empty(tuple(shape), device=device or None, dtype=torch.float32)
+    kind = VALUES.of(params)
+    empty = torch.empty(tuple(shape), device=device or None, dtype=torch.float32)
     if kind == "normal":
         return empty.normal_(generator=generator)
     if kind == "uniform":

@@ -23,8 +23,8 @@ def tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
         return
     rows = max(1, TILE // width)
     for top in range(0, height, rows):
-        for left in range(0, width, TILE):
-            yield slice(top, min(top + rows, height)), slice(left, min(left + TILE, width))
+        for column in range(0, width, TILE):
+            yield slice(top, min(top + rows, height)), slice(column, min(column + TILE, width))
 
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:
@@ -40,7 +40,8 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
     difference = size = 0.0
     for value, reference in zip(values, references, strict=True):
         noise, signal = _squares(value, reference)
-        difference, size = difference + noise, size + signal
+        difference = difference + noise
+        size = size + signal
     return math.sqrt(_share(difference, size))
 
 
@@ -56,8 +57,8 @@ def _share(difference: float, size: float) -> float:
 
 
 def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """Returns the share of all values that are zero but not in the reference; 0 if there are no values. Norms depend
-    only on the largest values, and would not show that most others are gone."""
+    """Returns the share of all values that are zero but not in the reference; 0 without values. Norms depend only on
+    the largest values, and would not show that most others are gone."""
     vanished = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)
@@ -68,11 +69,12 @@ def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> fl
 
 def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     _check_shapes(value, reference)
-    given, wanted = as_rows(value), as_rows(reference)
+    rows = as_rows(value)
+    reference_rows = as_rows(reference)
     difference = size = torch.zeros((), dtype=torch.float64, device=reference.device)
-    for place in tiles(*wanted.shape):
-        exact = wanted[place].to(torch.float64)
-        difference = difference + (given[place].to(torch.float64) - exact).square().sum()
+    for place in tiles(*reference_rows.shape):
+        exact = reference_rows[place].to(torch.float64)
+        difference = difference + (rows[place].to(torch.float64) - exact).square().sum()
         size = size + exact.square().sum()
     return float(difference), float(size)
 

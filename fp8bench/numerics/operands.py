@@ -15,7 +15,9 @@ from fp8bench.formats.grids import Format
 
 # The arguments of an operator that are multiplied with each other. Attention's operators are found by their prefix.
 # Some operators (linear, matmul) are decomposed earlier unless gradients are off.
-_TWO, _AFTER_ONE, _ATTENTION = slice(0, 2), slice(1, 3), "_scaled_dot_product_"
+_TWO = slice(0, 2)
+_AFTER_ONE = slice(1, 3)
+_ATTENTION = "_scaled_dot_product_"
 _OPERANDS: Mapping[str, slice] = {
     **dict.fromkeys(
         ("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "_int_mm", "_scaled_mm", "_scaled_mm_v2",
@@ -97,8 +99,8 @@ def _attention(operator: str) -> str:
     return kernel if named and operator.startswith(_ATTENTION) else ""
 
 
-def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
-    for argument in given:
+def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    for argument in arguments:
         if isinstance(argument, list | tuple):
             yield from _tensors(argument)
         elif isinstance(argument, Tensor):
@@ -109,7 +111,8 @@ def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
 
 
 # The number of lines of an operand that are examined, their length, and lengths of runs that may share a scale.
-_LINES, _LONGEST = 8, 1024
+_LINES = 8
+_LONGEST = 1024
 _RUNS = (_LONGEST, 128, 32, 16)
 # At least this many values per distinct magnitude indicate a coarse grid: bfloat16's own has 1.2 in 128 values.
 _CROWD = 1.5
@@ -178,10 +181,10 @@ def _fits(runs: Tensor, fmt: Format) -> bool:
 
 def needs_host(step: Callable[[], object]) -> str:
     """Runs a step and returns why it cannot be replayed; '' if no reason was found."""
-    seen = _HostParts()
-    with seen:
+    parts = _HostParts()
+    with parts:
         step()
-    return seen.why
+    return parts.why
 
 
 class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
@@ -203,10 +206,10 @@ def transfer(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str
     """Returns what an operator moved between host and device, if anything. A kernel's number arguments do not count,
     nor does a number that comes with results on the device: the seed of attention's dropout."""
     places = {tensor.device.type for tensor in given if tensor.dim() or "copy" in operator}
-    after = {result.device.type for result in results}
-    if "cpu" in places and after - {"cpu"}:
+    result_places = {result.device.type for result in results}
+    if "cpu" in places and result_places - {"cpu"}:
         return f"its step takes data from the host ({operator}), and a replay would take the same again"
-    if places - {"cpu"} and (after == {"cpu"} or "_local_scalar_dense" in operator):
+    if places - {"cpu"} and (result_places == {"cpu"} or "_local_scalar_dense" in operator):
         return f"its step waits for a value of the device ({operator})"
     return ""
 

@@ -99,7 +99,8 @@ def simulate(programs: Sequence[Program[T]], counted: Counted | None = None) -> 
     """Returns the results of all ranks, run in lockstep; `counted` counts what rank 0 sends."""
     answers: list[Any] = [None] * len(programs)
     while True:
-        requests, results = [], []
+        requests = []
+        results = []
         for program, answer in zip(programs, answers, strict=True):
             try:
                 requests.append(program.send(answer))
@@ -177,8 +178,7 @@ def on_this_rank(
         try:
             exchange = program.send(answer)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return end.value
         if counted is not None:
             counted.add(exchange)
         with around:
@@ -191,32 +191,34 @@ def _start_exchange(exchange: Exchange, group: ProcessGroup | None, alone: bool)
     """Starts an exchange; returns what to wait for, and the answer. If not `alone`, torch waits itself."""
     import torch.distributed as dist
 
-    rank, size, payload = dist.get_rank(group), dist.get_world_size(group), exchange.payload
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    payload = exchange.payload
+    sent = payload.contiguous()
+    work: Waits | None
+    answer: Any
     match exchange:
         case AllGather():
-            gathered = [torch.empty_like(payload) for _ in range(size)]
-            return _to_waits(dist.all_gather(gathered, payload.contiguous(), group, alone)), gathered
+            answer = [torch.empty_like(payload) for _ in range(size)]
+            work = dist.all_gather(answer, sent, group, alone)
         case AllToAll():
-            received = torch.empty_like(payload)
-            return _to_waits(
-                dist.all_to_all_single(received, payload.contiguous(), group=group, async_op=alone)
-            ), received
+            answer = torch.empty_like(payload)
+            work = dist.all_to_all_single(answer, sent, group=group, async_op=alone)
         case RowsToRanks(to=to, given=given):
             received = payload.new_empty(sum(given))
-            work = dist.all_to_all_single(received, payload.contiguous(), list(given), list(to), group, alone)
-            return _to_waits(work), torch.split(received, list(given))
+            work = dist.all_to_all_single(received, sent, list(given), list(to), group, alone)
+            answer = torch.split(received, list(given))
         case Shift():
-            received = torch.empty_like(payload)
+            answer = torch.empty_like(payload)
             both = [
-                dist.P2POp(dist.isend, payload.contiguous(), group=group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+                dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, answer, group=group, group_peer=(rank - 1) % size),
             ]
-            return dist.batch_isend_irecv(both), received
-    whole = payload.clone()
-    if isinstance(exchange, FromFirst):
-        return _to_waits(dist.broadcast(whole, group=group, group_src=0, async_op=alone)), whole
-    return _to_waits(dist.all_reduce(whole, dist.ReduceOp.MAX, group, alone)), whole
-
-
-def _to_waits(work: Waits | None) -> Sequence[Waits]:
-    return () if work is None else (work,)
+            return dist.batch_isend_irecv(both), answer
+        case FromFirst():
+            answer = payload.clone()
+            work = dist.broadcast(answer, group=group, group_src=0, async_op=alone)
+        case _:
+            answer = payload.clone()
+            work = dist.all_reduce(answer, dist.ReduceOp.MAX, group, alone)
+    return () if work is None else (work,), answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,8 @@ class Factors:
     def raise_to_peaks(self, peaks: Tensor, magnitudes: Tensor, place: Place) -> None:
         highest = in_blocks(magnitudes, self.columns).amax(-1)
         rows = self._blocks(place[0], self.rows).unsqueeze(1).expand(highest.shape)
-        left = place[1].start // self.columns if self.columns else 0
-        peaks[:, left : left + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
+        first = place[1].start // self.columns if self.columns else 0
+        peaks[:, first : first + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
 
     def _blocks(self, place: slice, size: int) -> Tensor:
         """Returns the block of each row (or column) of a piece; a single 0 if there is one block."""
@@ -93,8 +93,8 @@ class Spread:
 class TensorError:
     """Figures of a tensor and its rounded self. Shares are percentages of all `count` values.
 
-    For a tensor that is empty or zero, SQNR, error, cosine, slope and spreads are None, and shares 0. What needs the
-    grid (ulp, saturation, subnormals, utilisation) is None without a format.
+    For a tensor that is empty or zero, SQNR, error, cosine, slope and spreads are None, and shares 0. Figures that need
+    the grid (ulp, saturation, subnormals, utilisation) are None without a format.
     """
 
     count: int
@@ -178,17 +178,19 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     """
     if x.shape != y.shape:
         raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
-    given, left = as_rows(x), as_rows(y)
-    values = _Values(given)
+    exact_rows = as_rows(x)
+    rounded_rows = as_rows(y)
+    values = _Values(exact_rows)
     grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
-    for place in tiles(*given.shape):
-        exact, rounded = given[place].to(torch.float64), left[place].to(torch.float64)
+    for place in tiles(*exact_rows.shape):
+        exact = exact_rows[place].to(torch.float64)
+        rounded = rounded_rows[place].to(torch.float64)
         finite = exact.isfinite()
-        kept = finite & rounded.isfinite()
+        both_finite = finite & rounded.isfinite()
         exact = torch.where(finite, exact, 0.0)
         if grid is not None:
-            grid.add(exact, rounded, kept, place)
-        values.add(exact, rounded, finite, kept, place)
+            grid.add(exact, rounded, both_finite, place)
+        values.add(exact, rounded, finite, both_finite, place)
     return values.error(x.numel(), grid)
 
 
@@ -209,22 +211,24 @@ class _Values:
         # Counts of values that are not zero, lost, vanished.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
-    def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, kept: Tensor, place: Place) -> None:
-        """Adds a piece of x, with 0 for values that are not `finite`, and of y; `kept` marks what is finite in both."""
-        there = exact != 0
-        self._counts[0] += there.sum()
-        self._counts[1] += (finite & ~kept).sum()
-        self._counts[2] += (there & (rounded == 0)).sum()
+    def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, both_finite: Tensor, place: Place) -> None:
+        """Adds a piece of x, with 0 for values that are not `finite`, and of y; `both_finite` marks values
+        that are finite in both."""
+        nonzero = exact != 0
+        self._counts[0] += nonzero.sum()
+        self._counts[1] += (finite & ~both_finite).sum()
+        self._counts[2] += (nonzero & (rounded == 0)).sum()
         magnitudes = exact.abs()
         self._amax = torch.maximum(self._amax, magnitudes.amax())
-        self._smallest = torch.minimum(self._smallest, torch.where(there, magnitudes, math.inf).amin())
-        exact, rounded = torch.where(kept, exact, 0.0), torch.where(kept, rounded, 0.0)
+        self._smallest = torch.minimum(self._smallest, torch.where(nonzero, magnitudes, math.inf).amin())
+        exact = torch.where(both_finite, exact, 0.0)
+        rounded = torch.where(both_finite, rounded, 0.0)
         self._cross += (exact * rounded).sum()
         self._output += rounded.square().sum()
-        left = place[1].start // BLOCK
+        first = place[1].start // BLOCK
         for sums, squares in ((self._signal, exact.square()), (self._noise, (rounded - exact).square())):
             summed = in_blocks(squares, BLOCK).sum(-1)
-            sums[place[0], left : left + summed.shape[1]] += summed
+            sums[place[0], first : first + summed.shape[1]] += summed
 
     def error(self, count: int, grid: _GridFigures | None) -> TensorError:
         nonzero, lost, vanished = self._counts.tolist()
@@ -253,12 +257,13 @@ class _GridFigures:
     """Figures that need the elements' format: x in units of its block's factor."""
 
     def __init__(self, fmt: Format, factors: Factors) -> None:
-        self._fmt, self._factors = fmt, factors
+        self._fmt = fmt
+        self._factors = factors
         self._peaks = torch.zeros(factors.steps.shape, dtype=torch.float64, device=factors.steps.device)
         self._max_ulp = torch.zeros((), dtype=torch.float64, device=self._peaks.device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._peaks.device)
 
-    def add(self, exact: Tensor, rounded: Tensor, kept: Tensor, place: Place) -> None:
+    def add(self, exact: Tensor, rounded: Tensor, both_finite: Tensor, place: Place) -> None:
         factor = self._factors.over(place)
         sound = factor.isfinite() & (factor > 0)
         divisor = torch.where(sound, factor, 1.0)
@@ -273,8 +278,8 @@ class _GridFigures:
         spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits + _FLOAT64_BIAS
         steps = spacing.bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
         errors = (rounded / divisor - elements).abs() / steps
-        told = kept & sound & ~beyond
-        self._max_ulp = torch.maximum(self._max_ulp, torch.where(told, errors, 0.0).amax())
+        counted = both_finite & sound & ~beyond
+        self._max_ulp = torch.maximum(self._max_ulp, torch.where(counted, errors, 0.0).amax())
 
     def figures(self) -> tuple[int, int, float, float | None]:
         """Returns saturated, subnormal, the largest error in ulp, and the utilisation (None for zeros)."""
@@ -285,8 +290,8 @@ class _GridFigures:
 
 
 def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
-    told = signal > 0
-    ratios = (signal[told] / noise[told]).log10().mul(10).sort().values
+    nonzero = signal > 0
+    ratios = (signal[nonzero] / noise[nonzero]).log10().mul(10).sort().values
     if not ratios.numel():
         return None
     last = ratios.numel() - 1
@@ -308,11 +313,11 @@ class ScaleCourse:
 def scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
     if len(scales) != len(amaxes):
         raise ValueError(f"{len(scales)} scales cannot be those of {len(amaxes)} steps")
-    drift = [_octaves(now, before) for before, now in itertools.pairwise(scales)]
+    drift = [_octaves(now, earlier) for earlier, now in itertools.pairwise(scales)]
     lag = [_octaves(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(
-        tuple(abs(value) for value in drift if value is not None),
-        tuple(value_of_lag for value_of_lag in lag if value_of_lag is not None),
+        tuple(abs(octaves) for octaves in drift if octaves is not None),
+        tuple(octaves for octaves in lag if octaves is not None),
     )
 
 
@@ -324,35 +329,27 @@ def _octaves(above: float, below: float) -> float | None:
 def figures(error: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
     """Returns figures by name, without those that a tensor does not have; docs/formats.md defines them. An SQNR without
     any error is given as EXACT_DB. `course` is that of a scale from earlier steps."""
-    return {name: value for name, value in _figures(error, course) if value is not None}
-
-
-def _figures(error: TensorError, course: ScaleCourse | None) -> Iterator[tuple[str, float | None]]:
-    yield "sqnr_db", _cap(error.sqnr_db)
-    yield from _parts_of("row", error.rows)
-    yield from _parts_of("block", error.blocks)
-    yield "relative_error", error.relative
-    yield "max_ulp", error.max_ulp
-    # The loss keeps digits that a cosine near 1 would not show; rounding may put the cosine above 1.
-    yield "cosine_loss", None if error.cosine is None else max(0.0, 1 - error.cosine)
-    yield "slope", error.slope
-    yield "underflow_percent", error.underflow_percent
-    yield "underflow_nonzero_percent", error.underflow_nonzero_percent
-    yield "saturation_percent", error.saturation_percent
-    yield "subnormal_percent", error.subnormal_percent
-    yield "not_finite_percent", error.not_finite_percent
-    yield "utilisation_percent", None if error.utilisation is None else 100 * error.utilisation
-    yield "dynamic_range_octaves", error.dynamic_range_octaves
+    decibels_by_part = {"": error.sqnr_db}
+    for part, spread in (("_row", error.rows), ("_block", error.blocks)):
+        decibels_by_part[f"{part}_median"] = spread.median_db if spread else None
+        decibels_by_part[f"{part}_p1"] = spread.p1_db if spread else None
+    values = {f"sqnr{part}_db": db if db is None else min(db, EXACT_DB) for part, db in decibels_by_part.items()}
+    values |= {
+        "relative_error": error.relative,
+        "max_ulp": error.max_ulp,
+        # The loss keeps digits that a cosine near 1 would not show; rounding may put the cosine above 1.
+        "cosine_loss": None if error.cosine is None else max(0.0, 1 - error.cosine),
+        "slope": error.slope,
+        "underflow_percent": error.underflow_percent,
+        "underflow_nonzero_percent": error.underflow_nonzero_percent,
+        "saturation_percent": error.saturation_percent,
+        "subnormal_percent": error.subnormal_percent,
+        "not_finite_percent": error.not_finite_percent,
+        "utilisation_percent": None if error.utilisation is None else 100 * error.utilisation,
+        "dynamic_range_octaves": error.dynamic_range_octaves,
+    }
     if course is not None:
-        yield "scale_drift_octaves", max(course.drift, default=0.0)
+        values["scale_drift_octaves"] = max(course.drift, default=0.0)
         # The step nearest to overflow, or the worst.
-        yield "scale_lag_octaves", max(course.lag, default=0.0)
-
-
-def _parts_of(part: str, spread: Spread | None) -> Iterator[tuple[str, float | None]]:
-    yield f"sqnr_{part}_median_db", _cap(spread.median_db) if spread else None
-    yield f"sqnr_{part}_p1_db", _cap(spread.p1_db) if spread else None
-
-
-def _cap(decibels: float | None) -> float | None:
-    return None if decibels is None else min(decibels, EXACT_DB)
+        values["scale_lag_octaves"] = max(course.lag, default=0.0)
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""torch's own dtypes: fp32, the reference; tf32; fp16 with loss scaling; bf16; and a model as it came."""
+"""torch's own dtypes: fp32, the reference; tf32; fp16 with loss scaling; bf16; and an unchanged model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Bf16(PlainPrecision):
     dtype = "bfloat16"
 
     def support(self, facts: DeviceFacts) -> Support:
-        cpu, gpu = hardware.native("torch's CPU kernels"), hardware.native("bfloat16 products")
+        cpu = hardware.native("torch's CPU kernels")
+        gpu = hardware.native("bfloat16 products")
         nvidia = hardware.from_capability(facts, hardware.AMPERE, "bf16")
         return hardware.of_vendor(facts, "bf16", cpu, gpu, nvidia, intel=gpu)
 
@@ -103,7 +104,7 @@ class Untouched(PlainPrecision):
     """A model's own dtypes, autocast and switches."""
 
     name = "untouched"
-    summary = "A model as it came, in its own dtypes."
+    summary = "An unchanged model, in its own dtypes."
     rank = -1
     dtype = "float32"
     listed = False

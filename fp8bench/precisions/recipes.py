@@ -230,7 +230,7 @@ class MxFp8(RecipePrecision):
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
-# One E4M3 scale for so many elements, as the units of Blackwell multiply them.
+# The number of elements with one E4M3 scale, as the units of Blackwell multiply them.
 _NVFP4_BLOCK = 16
 
 
@@ -286,7 +286,9 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "nvfp4": (1, 16, E4M3, ScaleRounding.NEAREST),
 }
 # Words of options that stand for no scaling, the usual rounding, and the common format.
-_NONE, _AUTO, _SAME = "none", "auto", "same"
+_NONE = "none"
+_AUTO = "auto"
+_SAME = "same"
 # E8M0 has powers of two only: it is for scales, and no element format.
 _ELEMENTS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
 
@@ -329,7 +331,7 @@ class Custom(RecipePrecision):
     )
 
     def make_recipe(self) -> Recipe:
-        # A role without a format of its own has the common one.
+        # A role without a separate format has the common one.
         words = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
         common = str(self.chosen["format"])
         return self.recipe_of(Treatment(FORMATS[common if word == _SAME else word], self._scaling()) for word in words)
@@ -339,7 +341,8 @@ class Custom(RecipePrecision):
         return hardware.emulated_everywhere(facts, self.words)
 
     def _scaling(self) -> Scaling | None:
-        extent, rounding = str(self.chosen["scaling"]), str(self.chosen["scale"])
+        extent = str(self.chosen["scaling"])
+        rounding = str(self.chosen["scale"])
         # No scaling leaves nothing to round, so a rounding that was asked for would be ignored.
         if extent == _NONE:
             if rounding != _AUTO:

@@ -1,4 +1,4 @@
-"""Precisions of whole models: Accelerate's conversion of a user's own, and a served one with formats of its own."""
+"""Precisions of whole models: Accelerate's conversion of a user's model, and a served model with separate formats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class AccelerateFp8(PlainPrecision):
         return AcceleratedModel(str(self.chosen["recipe"]), str(self.chosen["level"]), facts)
 
     def prepares(self, facts: DeviceFacts) -> Support:
-        recipe, nvidia = str(self.chosen["recipe"]), is_nvidia(facts) and facts.capability is not None
+        recipe = str(self.chosen["recipe"])
+        nvidia = is_nvidia(facts) and facts.capability is not None
         package, how = _PACKAGES[recipe]
         # 1. Packages come first: everything else needs them.
         for needed, command in (("accelerate", "pip install accelerate"), (package, how)):
@@ -58,7 +59,7 @@ class AccelerateFp8(PlainPrecision):
                 break  # installing a package would not help there
             if facts.version_of(needed) is None:
                 return refused(f"{needed} is not installed here: {command}")
-        # 2. Options that belong to another recipe.
+        # 2. Options that belong to other recipes.
         if self.chosen["level"] != "O2" and recipe != "msamp":
             return refused(f"level={self.chosen['level']} is MS-AMP's: choose recipe=msamp, or leave it out")
         # 3. Devices that the recipe does not run on.
@@ -72,7 +73,7 @@ class AccelerateFp8(PlainPrecision):
             return refused("Accelerate refuses FP8 on GPUs below compute capability 8.9: choose another device")
         if facts.accelerated and facts.index:
             return refused(f"Accelerate takes a process's first GPU, not {facts.key}: choose {facts.kind}:0")
-        # 4. What is left runs, natively or by torch's kernels for CPUs.
+        # 4. All other cases run, natively or by torch's kernels for CPUs.
         if nvidia:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:

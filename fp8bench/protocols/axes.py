@@ -28,13 +28,20 @@ class Axis:
     alias: str = ""
 
     @staticmethod
-    def count(name: str, description: str, default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
-        return Axis(name, description, (default,), whole_number(**bounds), quick=quick)
+    def count(name: str, description: str, *default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
+        """Makes an axis of whole numbers; also of 'auto' if that is the default."""
+        number = whole_number(**bounds)
+        return Axis(name, description, default, auto_or(number) if default == ("auto",) else number, quick=quick)
 
     @staticmethod
-    def choice(name: str, description: str, *choices: str, quiet: bool = False) -> Axis:
-        """The first choice is the default."""
-        return Axis(name, description, choices[:1], one_of(*choices), quiet)
+    def choice(name: str, description: str, *choices: str, default: str = "", quiet: bool = False) -> Axis:
+        """Makes an axis of words; the first choice is the default if none is given."""
+        return Axis(name, description, (default or choices[0],), one_of(*choices), quiet)
+
+    @staticmethod
+    def each(name: str, description: str, *choices: str, quick: tuple[str, ...] = ()) -> Axis:
+        """Makes an axis of words that are all measured by default."""
+        return Axis(name, description, choices, one_of(*choices), quick=quick)
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, without repetitions. Raises UsageError."""

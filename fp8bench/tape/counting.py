@@ -92,7 +92,8 @@ def _part_of(name: str, arguments: Mapping[str, Any], results: list[TensorSeen])
         return _PICK[name], _numbers(results[0])
     if name not in _PUT:
         return "", 0
-    count, shape = _numbers(arguments.get(_PUT[name])), arguments["self"].shape
+    count = _numbers(arguments.get(_PUT[name]))
+    shape = arguments["self"].shape
     if name == "index_fill_":
         count *= math.prod(shape) // max(1, shape[arguments["dim"]])
     if "indices" in arguments:  # the numbers that are put may be broadcast over them
@@ -126,7 +127,7 @@ class Traffic:
         )
         unread = "self" if self._name.removesuffix("_") in _ADD_TO and arguments.get("beta") == 0 else ""
         self.unread = list(tensors_in(arguments.get(unread)))
-        # 1. What is read and written follows from the operator's schema and a few names.
+        # 1. The operator's schema and a few names determine which arguments it reads and writes.
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
             writes = changes.get(name)
@@ -134,14 +135,15 @@ class Traffic:
                 self.read += tensors
             if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
                 self.written += tensors
-        # 2. Results in memory of their own are written; views of arguments are not.
+        # 2. Results in separate memory are written; views of arguments are not.
         storages = {tensor.storage for tensor in (*self.read, *self.written)}
         results = list(tensors_in(call.result))
         fresh = [result for result in results if result.storage not in storages]
         self.made = fresh
         is_view = bool(results) and not fresh and not self.written
         if is_view or self.makes_room or self._name in _SAY_NOTHING:
-            self.read, self.written = [], []
+            self.read = []
+            self.written = []
             return
         self.written += fresh
         # 3. Some operators touch only a part of an argument.
@@ -212,7 +214,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
             _path(call, argument, tf32) if flops else "",
             int(traffic.moves),
         )
-        # Equal calls become one row; phases are summed beside them, because dtypes are counted there.
+        # Equal calls become one row; phases are summed separately, because dtypes are counted there.
         rows[operator] += 1
         sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())

@@ -44,7 +44,8 @@ def _matrices(first: str, second: str) -> Callable[[Named], list[Product]]:
 
 
 def _grouped_shapes(named: Named) -> list[Product]:
-    first, second = named["self"], named["mat2"]
+    first = named["self"]
+    second = named["mat2"]
     return [(first.shape[-2], second.shape[-1], first.shape[-1], 1)]
 
 
@@ -101,7 +102,7 @@ class _HeldModules(RunningModules[_Place]):
         super().go_in(label)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        # Stacked weights have no module of their own that could be watched: their products are recognised.
+        # No single module has a stacked weight, so its products are recognised instead.
         super()._enter(module, inputs)
         if (stacks := self._stacks.get(module)) is None:
             return
@@ -154,7 +155,8 @@ def coverage_of(
     """
     parameters = dict(model.named_parameters())
     # Two steps: a product that only one of them has would make the shares depend on luck.
-    tape, second = _record_step(model, held, step), _record_step(model, held, step)
+    tape = _record_step(model, held, step)
+    second = _record_step(model, held, step)
     sums = _CoveredSums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
         sums.add(call, place, node)
@@ -177,7 +179,7 @@ def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable
 
 
 def _compare_steps(first: _PlacedTape, second: _PlacedTape) -> list[str]:
-    """Returns a remark if two steps multiply differently: in another branch, or another size."""
+    """Returns a remark if two steps multiply differently: in a different branch, or size."""
     flops, products = zip(*map(_count_products, (first, second)), strict=True)
     differing = (products[0] - products[1]) + (products[1] - products[0])
     if not differing and abs(flops[0] - flops[1]) <= _SAME_FLOPS * max(flops):
@@ -240,7 +242,8 @@ class _CoveredSums:
             self.of[id(place.held)] += count
             return
         of_node = "" if node is None else self._of_nodes.get(node, "")
-        operator, weight = name_of(call), next(self._weights_of(call), of_node)
+        operator = name_of(call)
+        weight = next(self._weights_of(call), of_node)
         self.by_hand.add(weight)
         key = operator, place.path, weight, count is None
         new = OtherProduct(operator, place.path, None if count is None else 0, 0, _why(operator, count, weight), weight)
@@ -267,18 +270,24 @@ def _why(operator: str, count: int | None, weight: str) -> str:
 
 
 def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple: int) -> Holder:
-    products, calls = tuple(sums.products[id(held)]), tape.modules.called[id(held)]
-    rule, reason = held.rule, held.reason
+    products = tuple(sums.products[id(held)])
+    calls = tape.modules.called[id(held)]
+    rule = held.rule
+    reason = held.reason
     # A weight without a call has a reason: an unknown operator, nothing to multiply, or a call past its module.
     if not reason and not calls:
         if id(held) in tape.modules.missed:
-            rule, reason = "operator", "it is multiplied in a way that is not x times a weight (an einsum, say)"
+            rule = "operator"
+            reason = "it is multiplied in a way that is not x times a weight (an einsum, say)"
         elif held.kind == EXPERTS:
-            rule, reason = _NO_PRODUCT, "nothing is multiplied by it"
+            rule = _NO_PRODUCT
+            reason = "nothing is multiplied by it"
         elif f"{held.name}.{held.parameter}".lstrip(".") in sums.by_hand:
-            rule, reason = "not-called", "the step multiplies by its weight in a function, and never calls it"
+            rule = "not-called"
+            reason = "the step multiplies by its weight in a function, and never calls it"
         else:
-            rule, reason = "not-called", "the step never calls it"
+            rule = "not-called"
+            reason = "the step never calls it"
     return Holder(
         held.name,
         held.shown_kind,

@@ -1,4 +1,4 @@
-"""What an operator does: the number of floating-point operations, and the kind of work, by its name and location.
+"""The work of an operator: the number of floating-point operations, and its kind, by its name and location.
 
 FLOPs are the products and sums of operators that multiply tensors with each other. torch has formulas for some
 operators (torch.utils.flop_counter), none for others, and a wrong one for the backward of grouped convolutions. An
@@ -49,7 +49,8 @@ def _product(first: str, second: str) -> tuple[str, Formula]:
 
 def _grouped_flops(named: Named) -> int:
     """Counts products of groups of rows (or columns) with a matrix each; each row is in one group."""
-    a, b = named["self"], named["mat2"]
+    a = named["self"]
+    b = named["mat2"]
     apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are divided among the matrices of a
     return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
 
@@ -74,8 +75,10 @@ def convolution_backward_shapes(named: Named) -> list[Product]:
 
 def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
     """Returns, for each group, outputs, the numbers of a window and places; and the number of groups."""
-    weight, x = named["weight"], named.get("input", named.get("self"))
-    places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
+    weight = named["weight"]
+    x = named.get("input", named.get("self"))
+    places = x if named.get("transposed") else out
+    groups = int(named.get("groups", 1))
     return (
         weight.shape[0] // groups,
         math.prod(weight.shape[1:]),
@@ -86,7 +89,8 @@ def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
 
 def _pairs(named: Named) -> float:
     """Counts pairs of a query and a key that a head processes; under a causal mask half of the diagonal counts."""
-    queries, keys = int(named["query"].shape[-2]), int(named["key"].shape[-2])
+    queries = int(named["query"].shape[-2])
+    keys = int(named["key"].shape[-2])
     if not named.get("is_causal"):
         return queries * keys
     square = min(queries, keys)
@@ -97,15 +101,18 @@ def _attention(products: tuple[int, int]) -> Formula:
     """Returns a formula that counts these many products along the width of the keys' heads, and of the values'."""
 
     def flops(named: Named) -> int:
-        query, value = named["query"], named["value"]
-        heads, (of_keys, of_values) = math.prod(query.shape[:-2]), products
+        query = named["query"]
+        value = named["value"]
+        heads = math.prod(query.shape[:-2])
+        (of_keys, of_values) = products
         return int(2 * heads * _pairs(named) * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
 
     return flops
 
 
 # Backward recomputes the scores, and computes gradients of values, probabilities, queries and keys.
-_FORWARD, _BACKWARD = ("query", _attention((1, 1))), ("query", _attention((3, 2)))
+_FORWARD = ("query", _attention((1, 1)))
+_BACKWARD = ("query", _attention((3, 2)))
 
 
 def _lstm(times: int, *weights: str) -> tuple[str, Formula]:

@@ -38,11 +38,16 @@ class TensorSeen:
         self.dtype = tensor.dtype
         self.accelerated = not tensor.is_cpu
         if tensor.layout is _STRIDED:
-            self.stride, self.offset = tensor.stride(), tensor.storage_offset()
+            self.stride = tensor.stride()
+            self.offset = tensor.storage_offset()
             storage = tensor.untyped_storage()
-            self.storage, self.is_real = storage._cdata, storage.device.type != "meta"
+            self.storage = storage._cdata
+            self.is_real = storage.device.type != "meta"
         else:  # a sparse tensor has no single memory
-            self.stride, self.offset, self.storage, self.is_real = None, 0, id(tensor), True
+            self.stride = None
+            self.offset = 0
+            self.storage = id(tensor)
+            self.is_real = True
 
 
 class Call(NamedTuple):
@@ -129,10 +134,8 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         self.seconds = 0.0
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        inputs, named_inputs = (
-            tuple(map(_note_tensors, args)),
-            {name: _note_tensors(argument) for name, argument in named.items()},
-        )
+        inputs = tuple(map(_note_tensors, args))
+        named_inputs = {name: _note_tensors(argument) for name, argument in named.items()}
         begun = perf_counter()
         result = func(*args, **named)
         self.seconds += perf_counter() - begun
@@ -157,7 +160,7 @@ def tensors_in(value: Any) -> Iterator[TensorSeen]:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """Returns a call's arguments by their names in the schema, or by position if there is no schema."""
+    """Returns a call's arguments by their names in the schema, or by position without a schema."""
     schema = getattr(call.operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else map(str, range(len(call.given)))
     return {**dict(zip(names, call.given, strict=False)), **call.named}

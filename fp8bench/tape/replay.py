@@ -1,12 +1,13 @@
 """Records one phase of a step and repeats it alone: its operators, and their input memory.
 
-Memory is identified by its storage, not by tensors, so that views stay views. Input memory is kept as it was: it is
+Memory is identified by its storage, not by tensors, so that views stay views. The initial input memory is kept: it is
 copied before something writes to it. Memory made by calls of the phase is made again by a replay.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ _UNWRITTEN = ("empty", "new_empty")
 
 
 class CannotReplay(Exception):
-    """A phase cannot be repeated alone; the text says why."""
+    """A phase cannot be repeated alone; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,17 @@ class ReplayedCall:
     check: BitsCheck | None = None
 
     def into(self, registers: list[Tensor | None]) -> Any:
+        args = self.args
+        kwargs = self.kwargs
         if self.filled:
-            args, kwargs = _fill(self.args, registers), {k: _fill(v, registers) for k, v in self.kwargs.items()}
-            result = self.operator(*args, **kwargs)
-        else:
-            result = self.operator(*self.args, **self.kwargs)
+            args = _fill(args, registers)
+            kwargs = {name: _fill(value, registers) for name, value in kwargs.items()}
+        result = self.operator(*args, **kwargs)
         if self.results:
             tensors = (result,) if isinstance(result, Tensor) else tensors_within(result)
             for place, register in self.results:
                 registers[register] = tensors[place]
         return result
-
-    def free(self, registers: list[Tensor | None]) -> None:
-        for register in self.frees:
-            registers[register] = None
 
 
 @dataclass(frozen=True)
@@ -95,14 +93,14 @@ class Replay:
     bytes: int
 
     def run(self, times: int = 1) -> None:
-        """Repeats the phase back to back. What it writes carries over, as between steps."""
+        """Repeats the phase back to back. Written memory carries over, as between steps."""
         with torch.no_grad():
             for _ in range(times):
                 registers: list[Tensor | None] = [None] * self.registers
                 for call in self.calls:
                     call.into(registers)
-                    if call.frees:
-                        call.free(registers)
+                    for register in call.frees:
+                        registers[register] = None
 
     def restore(self) -> None:
         for rewritten in self.rewritten:
@@ -121,7 +119,8 @@ class Replay:
                 written = [_fill(argument, registers) for argument in call.written]
                 if call.check is not None and call.check.bits != bits_of(call.operator, result, written):
                     return f"{call.operator}, operator {number + 1} of it, gives other numbers than in the step"
-                call.free(registers)
+                for register in call.frees:
+                    registers[register] = None
         return ""
 
     def lost(self) -> str:
@@ -204,7 +203,8 @@ class _Memory:
     def copy(self) -> int:
         if self.kept is None or self.copied:
             return 0
-        self.kept, self.copied = self.kept.clone(), True  # type: ignore[no-untyped-call]
+        self.kept = self.kept.clone()  # type: ignore[no-untyped-call]
+        self.copied = True
         return self.kept.nbytes()
 
 
@@ -220,7 +220,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def __init__(self, phase: str, stack: Sequence[str], most_bytes: int, check: bool) -> None:
         super().__init__()
-        self._phase, self._stack, self._most, self._check = phase, stack, most_bytes, check
+        self._phase = phase
+        self._stack = stack
+        self._most = most_bytes
+        self._check = check
         self._memories: dict[int, _Memory] = {}
         self._given: dict[_Memory, None] = {}
         self._calls: list[ReplayedCall] = []
@@ -256,7 +259,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written_tensors(func, args, kwargs)
-        noted = self._note_part(list(args)), {name: self._note_part(value) for name, value in kwargs.items()}
+        noted = tuple(map(self._note_part, args))
+        noted_named = {name: self._note_part(value) for name, value in kwargs.items()}
         for tensor in written:
             memory = self._memory_of(tensor)
             self._count(memory.copy())
@@ -266,11 +270,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         check = BitsCheck(bits_of(func, result, written), states) if self._check else None
         places = tuple(self._assign_registers(tensors_within(result)))
-        self._calls.append(
-            ReplayedCall(
-                func, tuple(noted[0]), noted[1], False, tuple(map(self._note_part, written)), places, (), check
-            )
-        )
+        noted_written = tuple(map(self._note_part, written))
+        self._calls.append(ReplayedCall(func, noted, noted_named, False, noted_written, places, (), check))
         return result
 
     def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
@@ -291,7 +292,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return part
 
     def _tensor(self, tensor: Tensor) -> _Given | Register:
-        memory, spec = self._memory_of(tensor), _spec_of(tensor)
+        memory = self._memory_of(tensor)
+        spec = _spec_of(tensor)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             memory.floating.add(tensor.dtype)
         if memory.kept is not None:
@@ -307,9 +309,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return Register(memory.registers[spec])
 
     def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """Assigns registers to tensors of a result that do not lie in what the phase was given."""
+        """Assigns registers to tensors of a result outside of the memory that the phase was given."""
         for place, tensor in enumerate(results):
-            storage, spec = tensor.untyped_storage(), _spec_of(tensor)
+            storage = tensor.untyped_storage()
+            spec = _spec_of(tensor)
             memory = self._memories.setdefault(storage._cdata, _Memory(_weakly(storage), tensor.device))
             if memory.kept is None and spec not in memory.registers:
                 memory.registers[spec] = self._registers
@@ -333,7 +336,9 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             self._forget()
 
     def _forget(self) -> None:
-        self._calls, self._memories, self._given = [], {}, {}
+        self._calls = []
+        self._memories = {}
+        self._given = {}
 
     def _rewritten(self) -> Iterator[Rewritten]:
         for memory in self._given:
@@ -378,10 +383,10 @@ def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> 
 
 def _resolve(call: ReplayedCall) -> ReplayedCall:
     """Returns the call with the kept memory in place of what the phase was given."""
-    args, kwargs = _with_given(list(call.args)), {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
+    args = tuple(map(_with_given, call.args))
+    kwargs = {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
-    written = tuple(_with_given(list(call.written)))
-    return replace(call, args=tuple(args), kwargs=kwargs, filled=filled, written=written)
+    return replace(call, args=args, kwargs=kwargs, filled=filled, written=tuple(map(_with_given, call.written)))
 
 
 def _with_given(part: Any) -> Any:
@@ -404,8 +409,8 @@ def _freeing(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
     for number, call in enumerate(calls):
         used = [*_registers_in((call.args, list(call.kwargs.values()))), *(register for _, register in call.results)]
         last.update(dict.fromkeys(used, number))
-    ends: dict[int, list[int]] = {}
+    ends = defaultdict(list)
     for register, number in last.items():
-        ends.setdefault(number, []).append(register)
+        ends[number].append(register)
     for number, call in enumerate(calls):
-        yield replace(call, frees=tuple(ends.get(number, ())))
+        yield replace(call, frees=tuple(ends[number]))

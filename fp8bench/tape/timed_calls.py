@@ -42,7 +42,8 @@ class _Made(Generic[L]):
     """Ranges of numbers of the nodes that one task has made, each with the label of the module that ran."""
 
     def __init__(self, first: int, outside: L) -> None:
-        self.first, self._outside = first, outside
+        self.first = first
+        self._outside = outside
         self._ends: list[int] = []
         self._makers: list[L] = []
 
@@ -69,7 +70,8 @@ class RunningModules(Generic[L]):
     """Knows which module a step is in while `watch` is open; modules without a label are ignored."""
 
     def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
-        self._label_of, self._outside = label_of, outside
+        self._label_of = label_of
+        self._outside = outside
         self._running: list[_Running[L]] = []
         self._made: dict[int, _Made[L]] = {}
         # The task that began each task's backward pass: a recomputed block makes nodes within one.
@@ -112,8 +114,7 @@ class RunningModules(Generic[L]):
 
     def _maker_of(self, node: Any, task: int) -> L:
         if _LABEL in node.metadata:
-            label: L = node.metadata[_LABEL]
-            return label
+            return node.metadata[_LABEL]
         number = node._sequence_nr()
         for maker in (self._begun_in[task], _FORWARD):
             record = self._made.get(maker)
@@ -133,7 +134,8 @@ class RunningModules(Generic[L]):
     def _hand_over(self) -> tuple[int, int]:
         """Assigns the nodes made until now to the module that ran; returns the task, and the number of the next
         node."""
-        task, number = self._seen_task(), _next_number()
+        task = self._seen_task()
+        number = _next_number()
         record = self._made.get(task)
         if record is None:
             record = self._made[task] = _Made(number, self._outside)
@@ -144,7 +146,8 @@ class RunningModules(Generic[L]):
     def _label(self, result: Any, ended: _Running[L]) -> None:
         """Leaves labels on the nodes that were made since a module began, as far as its result leads to them."""
         waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
-        record, visited = self._made[ended.task], set()
+        record = self._made[ended.task]
+        visited = set()
         # From the result backwards; nodes older than the module belong to somebody else.
         while waiting:
             node = waiting.pop()
@@ -195,22 +198,14 @@ class TimedCall(NamedTuple):
     """An operator, where it ran, and its nanoseconds on the host, including nested operators."""
 
     operator: Any
-    module: str
+    where: Where
     backward: bool
-    phase: str
-    node: str
-    optimizing: bool
-    dtypes: tuple[torch.dtype, torch.dtype] | None
     nanoseconds: int
-
-    @property
-    def where(self) -> Where:
-        return Where(self.phase, self.module, self.node, self.optimizing, self.dtypes)
 
 
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     """Times every operator of its body by `clock`. Backward passes run in the thread that starts them. With `ranged`
-    each operator lies in a range of torch's profiler that has its number."""
+    each operator runs inside a range of torch's profiler that has its number."""
 
     views = True
 
@@ -220,7 +215,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         super().__init__()
         self.calls: list[TimedCall] = []
         self._paths = ModulePaths(roots)
-        # The task in which an optimizer steps. A backward pass that it begins is another task.
+        # The task in which an optimizer steps. A backward pass that it begins is a separate task.
         self._optimizing: int | None = None
         self._clock = clock
         self._range: Callable[[str], Any] = _range if ranged else lambda name: _EMPTY
@@ -234,9 +229,9 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._paths.watch())
             begins = register_optimizer_step_pre_hook(lambda *ignored: setattr(self, "_optimizing", _task()))
+            stack.callback(begins.remove)
             ends = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizing", None))
-            for hook in (begins, ends):
-                stack.callback(hook.remove)
+            stack.callback(ends.remove)
             stack.enter_context(self)
             try:
                 yield self.calls
@@ -252,18 +247,9 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             begun = self._clock()
             result = func(*args, **named)
             ended = self._clock()
-        self.calls.append(
-            TimedCall(
-                func,
-                module,
-                backward,
-                self._phase,
-                "" if node is None else node.name(),
-                optimizing,
-                None if dtypes is None else (dtypes, _dtype(result) or dtypes),
-                ended - begun,
-            )
-        )
+        converted = None if dtypes is None else (dtypes, _dtype(result) or dtypes)
+        where = Where(self._phase, module, "" if node is None else node.name(), optimizing, converted)
+        self.calls.append(TimedCall(func, where, backward, ended - begun))
         return result
 
 
@@ -341,22 +327,19 @@ def _correlation(event: Mapping[str, Any]) -> object:
 
 def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
     """Joins parts of one kind, module and direction; returns the longest first."""
-    sums: dict[tuple[ShareKind, str, bool, str], tuple[float, int]] = {}
+    sums: dict[tuple[ShareKind, str, bool, str], Share] = {}
     for call, taken in zip(calls, seconds, strict=True):
         kind, detail = kind_of(call.operator, call.where)
-        key = kind, call.module, call.backward, detail
-        total, count = sums.get(key, (0.0, 0))
-        sums[key] = total + taken, count + 1
-    parts = (
-        Share(kind, module, backward, taken, number, detail)
-        for (kind, module, backward, detail), (taken, number) in sums.items()
-    )
-    return tuple(sorted(parts, key=lambda part: -part.seconds))
+        key = kind, call.where.module, call.backward, detail
+        part = sums.get(key, Share(*key[:3], 0.0, 0, detail))
+        sums[key] = dataclasses.replace(part, seconds=part.seconds + taken, calls=part.calls + 1)
+    return tuple(sorted(sums.values(), key=lambda part: -part.seconds))
 
 
 def _typical(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
     """Returns a step's operators with the median time of each; if steps differ, those of the median step."""
-    operators, nanoseconds = [], []
+    operators = []
+    nanoseconds = []
     for step in steps:
         operators.append([call.operator for call in step])
         nanoseconds.append([call.nanoseconds for call in step])

@@ -63,7 +63,8 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
 def _stdout_to_stderr() -> Iterator[None]:
     """Redirects what the body prints to stderr, also from child processes and C code. The descriptor is left alone if
     it is not stdout's: in a notebook, under a test that captures, or closed."""
-    out, saved = sys.stdout, -1
+    out = sys.stdout
+    saved = -1
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if out.fileno() == 1:
             out.flush()
@@ -72,7 +73,11 @@ def _stdout_to_stderr() -> Iterator[None]:
         if saved >= 0:
             try:
                 os.dup2(sys.stderr.fileno(), 1)
-            except (OSError, ValueError, AttributeError):  # stderr is closed, and 2 may be another file's number
+            except (
+                OSError,
+                ValueError,
+                AttributeError,
+            ):  # stderr is closed, and 2 may be the number of a different file
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, 1)
                 os.close(nowhere)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, MemoryRole, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -61,7 +60,7 @@ class ScaledBuffer:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
             self._keep(sums)
-            del sums  # freeing memory takes time, too, and must count for a phase
+            del sums  # freeing memory takes time that must count for a phase
 
     def values(self) -> list[Tensor]:
         import torch
@@ -104,15 +103,10 @@ class Accumulate(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tensors, width = ("16", "2048") if facts.accelerated else ("8", "256")
         return (
-            Axis(
-                "micro_batches",
-                "micro-batches in a step, at least two",
-                ("2", "4", "8", "16"),
-                whole_number(low=2, high=1024),
-            ),
+            Axis.count("micro_batches", "micro-batches in a step, at least two", "2", "4", "8", "16", low=2, high=1024),
             Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
             Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
-            Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
+            Axis.choice("gradients", "what gradients arrive in: fp32 or bf16", *BYTES),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -148,7 +142,7 @@ class Accumulate(Workload):
         """Compares the sums of one step with fp64 sums of the same gradients: what the buffer alone loses."""
         import torch
 
-        from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
+        from fp8bench.numerics import norms
 
         state = self.prepare(setup)
         if setup.arithmetic.settles:
@@ -161,8 +155,8 @@ class Accumulate(Workload):
         # Both contain the loss scale, which cancels in their ratio.
         sums = state.buffer.values()
         return {
-            "accumulate_error": joint_relative_frobenius(sums, exact),
-            "accumulate_vanished": vanished_share(sums, exact),
+            "accumulate_error": norms.joint_relative_frobenius(sums, exact),
+            "accumulate_vanished": norms.vanished_share(sums, exact),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -173,12 +167,10 @@ class Accumulate(Workload):
 
 
 def _micro_batches(setup: Setup) -> list[list[Tensor]]:
-    import torch
-
-    from fp8bench.numerics.distributions import GradientSource
+    from fp8bench.numerics import distributions
 
     case = setup.case
     width = int(case.param("width"))
-    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
-    source = GradientSource([(width, width)] * int(case.param("tensors")), generator)
+    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
+    source = distributions.GradientSource([(width, width)] * int(case.param("tensors")), generator)
     return [source.draw() for _ in range(int(case.param("micro_batches")))]

@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
-from fp8bench.nn.shared_workloads import (
-    BACKENDS,
-    PASS,
-    SCORES_BESIDE,
-    SCORES_FORWARD,
-    SCORES_KEPT,
-    carrier_bytes,
-    is_training,
-    misfit,
-    missing_kernel,
-)
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -31,12 +21,11 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import Choose
 
 LONGEST = 1 << 17
-_SCORES = ("high", "low", "low-prescaled")
 _KERNEL = Axis.choice(
     "kernel",
     "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
     "auto",
-    *BACKENDS,
+    *shared.BACKENDS,
     quiet=True,
 )
 
@@ -67,35 +56,21 @@ class Attention(LayerWorkload):
         sequences = ("1024", "4096", "16384") if facts.accelerated else ("128", "512")
         batch, heads, head_width = ("4", "16", "128") if facts.accelerated else ("1", "4", "64")
         return (
-            Axis(
-                "part",
-                "core: attention alone; layer: with the products before and after it",
-                ("core", "layer"),
-                one_of("core", "layer"),
-            ),
-            Axis("sequence", "tokens in a sequence", sequences, whole_number(high=LONGEST)),
+            Axis.each("part", "core: attention alone; layer: with the products before and after it", "core", "layer"),
+            Axis.count("sequence", "tokens in a sequence", *sequences, high=LONGEST),
             Axis.count("batch", "sequences", batch, high=4096),
             Axis.count("heads", "heads of queries", heads, high=1024),
-            Axis(
-                "key_heads",
-                "heads of keys and values, a divisor of heads; auto: as many",
-                ("auto",),
-                auto_or(whole_number(high=1024)),
-            ),
+            Axis.count("key_heads", "heads of keys and values, a divisor of heads; auto: as many", "auto", high=1024),
             Axis.count("head_width", "features of a head", head_width, high=1024),
+            Axis.choice("causal", "whether a token sees earlier ones only", "yes", "no"),
+            shared.PASS,
             Axis.choice(
-                "causal",
-                "whether a token sees earlier ones only",
-                "yes",
-                "no",
-            ),
-            PASS,
-            Axis(
                 "scores",
                 "high: the carrier's; low: emulated in the case's precision, scores rounded unscaled and "
                 "then multiplied by 1/sqrt(head_width); low-prescaled: queries multiplied before",
-                ("high",),
-                one_of(*_SCORES),
+                "high",
+                "low",
+                "low-prescaled",
             ),
             Axis.count("spread", "standard deviation of the values that come in: how large scores get", "1", high=1024),
             _KERNEL,
@@ -103,7 +78,8 @@ class Attention(LayerWorkload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        heads, key_heads = int(params["heads"]), params["key_heads"]
+        heads = int(params["heads"])
+        key_heads = params["key_heads"]
         if key_heads == "auto":
             key_heads = heads
         if heads % int(key_heads):
@@ -115,7 +91,7 @@ class Attention(LayerWorkload):
 
     def work(self, params: Scalars) -> Work:
         rows, width, inner = _sizes(params)
-        training = is_training(params)
+        training = shared.is_training(params)
         scores = float(rows) * int(params["sequence"]) * int(params["heads"])
         # Two products forward; elements hidden by a causal mask are not counted.
         flops = 4.0 * scores * int(params["head_width"]) * (0.5 if _causal(params) else 1.0)
@@ -133,21 +109,28 @@ class Attention(LayerWorkload):
     def memory(self, params: Scalars, precision: Precision) -> float:
         """Counts queries, keys, values, inputs, outputs and their gradients, and scores that are written down."""
         rows, width, inner = _sizes(params)
-        training, layer = is_training(params), params["part"] == "layer"
+        training = shared.is_training(params)
+        layer = params["part"] == "layer"
         features = (2 if training else 1) * (inner + width * layer) + (3 if training else 1) * width
         weights = 4.0 * (width * inner + width * width) * (2 if training else 1) * layer
-        written = (SCORES_KEPT + SCORES_BESIDE if training else SCORES_FORWARD) * 4.0 * rows * int(params["sequence"])
+        written = (
+            (shared.SCORES_KEPT + shared.SCORES_BESIDE if training else shared.SCORES_FORWARD)
+            * 4.0
+            * rows
+            * int(params["sequence"])
+        )
         scores = written * int(params["heads"]) if _low(params) or _KERNEL.of(params) == "math" else 0.0
-        return carrier_bytes(precision) * rows * features + weights + scores
+        return shared.carrier_bytes(precision) * rows * features + weights + scores
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        support, kernel = precision.support(facts), str(_KERNEL.of(params))
+        support = precision.support(facts)
+        kernel = str(_KERNEL.of(params))
         if support.level is Level.REFUSED:
             return support
         # Settings that exclude each other are refused before asking the device.
         if kernel != "auto" and _low(params):
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
-        if missing := missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
+        if missing := shared.missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
         # No product of the core would be in this precision, so its case would be meaningless.
         if params["part"] == "core" and not _low(params) and precision.carried_by:
@@ -158,15 +141,10 @@ class Attention(LayerWorkload):
         # Native products require multiples of sizes; emulated ones do not.
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _sizes(params)
-            wrong = misfit(
-                precision,
-                rows,
-                (width, inner),
-                is_training(params),
-                f"{rows} tokens, {width} features, {inner} of queries, keys and values",
-            )
-            if wrong:
-                return refused(wrong)
+            shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
+            support = shared.require_fit(support, precision, rows, (width, inner), shared.is_training(params), shown)
+            if support.level is Level.REFUSED:
+                return support
         if _low(params):
             return emulated("scores in low precision: explicit products of rounded values, no kernel")
         return support
@@ -175,12 +153,12 @@ class Attention(LayerWorkload):
         return () if params["part"] == "core" else super().layers(params)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        from fp8bench.nn.attention import EmulatedCore, FusedCore
+        from fp8bench.nn import attention
 
         params = setup.params
-        core: Core = FusedCore(_causal(params), str(_KERNEL.of(params)))
+        core: Core = attention.FusedCore(_causal(params), str(_KERNEL.of(params)))
         if _low(params):
-            core = EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
+            core = attention.EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
         return _exercise(setup, choose, carrier, core)
 
     def error(self, setup: Setup) -> dict[str, float]:
@@ -189,7 +167,8 @@ class Attention(LayerWorkload):
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
 
-        exact, core = PlainArithmetic(torch.float64), HeadwiseCore(FusedCore(_causal(setup.params)))
+        exact = PlainArithmetic(torch.float64)
+        core = HeadwiseCore(FusedCore(_causal(setup.params)))
         state = self.prepare(setup)
         errors = state.errors(_exercise(setup, lambda name: exact, exact.carrier, core), setup.settles)
         with WrittenScores() as written:
@@ -234,4 +213,4 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
             return BareAttention(core)
         return SelfAttention(width, heads, key_heads, 1.0, choose, core)
 
-    return exercise(setup, build, shapes, carrier, is_training(params), float(params["spread"]))
+    return exercise(setup, build, shapes, carrier, shared.is_training(params), float(params["spread"]))

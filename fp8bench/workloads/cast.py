@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import storage_support, why_no_errors
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPREAD, STRIDED, VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPREAD, STRIDED, VALUES, Axis, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -39,8 +38,8 @@ class Cast(Workload):
 
     By default the source is fp32, like master weights and gradients: so fp32 is the floor for casts of that size, and
     every other precision has something to round. If a cast changes nothing, because the source already has that dtype,
-    a step is a plain copy: that floor. The values of an emulated format are fp32, so restoring them to fp32 is such a
-    copy, too.
+    a step is a plain copy: that floor. The values of an emulated format are fp32, so restoring them to fp32 is also
+    such a copy.
     """
 
     name = "cast"
@@ -58,20 +57,20 @@ class Cast(Workload):
         shape = "8192x8192" if facts.accelerated else "1024x1024"
         return (
             Axis("shape", "N (a square) or ROWSxCOLUMNS; block scales run along the columns", (shape,), parse_shape),
-            Axis("source", "what is cast from, and restored to: fp32 or bf16", ("fp32",), one_of(*BYTES)),
-            Axis("direction", "to the precision, or from it", ("to", "from"), one_of("to", "from")),
-            Axis(
+            Axis.choice("source", "what is cast from, and restored to: fp32 or bf16", *BYTES),
+            Axis.each("direction", "to the precision, or from it", "to", "from"),
+            Axis.each(
                 "scaling",
                 "on, or off: the elements' own grid. fp32, bf16 and fp16 have no scales: both are "
                 "the same there. A way back always has its scales",
-                ("on", "off"),
-                one_of("on", "off"),
+                "on",
+                "off",
             ),
-            Axis(
+            Axis.choice(
                 "role",
                 "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
-                ("input",),
-                one_of(Role.INPUT.value, Role.GRADIENT.value),
+                Role.INPUT.value,
+                Role.GRADIENT.value,
             ),
             LAYOUT,
             VALUES,
@@ -108,15 +107,17 @@ class Cast(Workload):
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
             return refused(f"one row is the same in layout={layout}: choose contiguous or strided")
-        return storage_support(precision, facts, "there is nothing to cast")
+        return shared.storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:
-        source, role = _scaled_source(setup), Role(str(setup.case.param("role")))
+        source = _scaled_source(setup)
+        role = Role(str(setup.case.param("role")))
         # For restoring, the codes are made in advance.
         if setup.case.param("direction") == "to":
             into = _into(setup)
             return CastState(source, _or_copy(lambda: into(source).data, source), role)
-        operand, restore = _into(setup)(source), setup.arithmetic.restore
+        operand = _into(setup)(source)
+        restore = setup.arithmetic.restore
         return CastState(source, _or_copy(lambda: restore(operand, source.dtype), operand.data), role)
 
     def step(self, state: CastState, phase: Phases) -> None:
@@ -124,18 +125,22 @@ class Cast(Workload):
             state.change()  # the result is freed at once, inside the phase
 
     def error_refused(self, params: Scalars) -> str:
-        return why_no_errors(params)
+        return shared.why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares the source with its values after a cast and back; the loss scale in both cancels out."""
-        from fp8bench.numerics.norms import relative_frobenius, vanished_share
+        from fp8bench.numerics import norms
 
-        source, into = _scaled_source(setup), _into(setup)
+        source = _scaled_source(setup)
+        into = _into(setup)
         # Delayed scales come from an earlier cast.
         if setup.arithmetic.settles:
             into(source)
         back = setup.arithmetic.restore(into(source), source.dtype)
-        return {"cast_error": relative_frobenius(back, source), "cast_vanished": vanished_share([back], [source])}
+        return {
+            "cast_error": norms.relative_frobenius(back, source),
+            "cast_vanished": norms.vanished_share([back], [source]),
+        }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import statistics_of
@@ -177,13 +182,13 @@ def _source(setup: Setup) -> Tensor:
     """Draws values of the case's kind; gradients get a network's magnitudes."""
     import torch
 
-    from fp8bench.numerics.distributions import GradientSource, drawn
+    from fp8bench.numerics import distributions
 
     case = setup.case
-    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     shape = (int(case.param("rows")), int(case.param("columns")))
-    source = GradientSource([shape], generator)
-    values = drawn(dict(case.params), shape, generator, setup.facts.key)
+    source = distributions.GradientSource([shape], generator)
+    values = distributions.drawn(dict(case.params), shape, generator, setup.facts.key)
     if case.param("role") == Role.GRADIENT:
         values.mul_(source.scales[0])
     return values.to(torch.float32 if case.param("source") == "fp32" else torch.bfloat16)

@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import Case, DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.units import EXACT_DB
@@ -47,15 +47,16 @@ class CollectiveState:
 
 @workloads.register("collective")
 class Collective(Workload):
-    """Exchanges of gradients between ranks. fp8 is sent as E4M3, summed as `fp8` says and scaled as `scaling` says.
-    Times of fp8 include casting, sending and summing. The input counts as float32 in all precisions, so that
+    """Exchanges of gradients between ranks. fp8 is sent as E4M3, summed by the method `fp8` and scaled by the method
+    `scaling`. Times of fp8 include casting, sending and summing. The input counts as float32 in all precisions, so that
     throughputs compare."""
 
     name = "collective"
     summary = (
         "all-reduce, all-gather, reduce-scatter, all-to-all and broadcast of several ranks (--ranks), FP8 included"
     )
-    listed, least_ranks = False, 2
+    listed = False
+    least_ranks = 2
     fused = False
     dtypes = DTYPES
     # One variant of FP8 only, and default sizes.
@@ -71,21 +72,19 @@ class Collective(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         elements = 1 << 26 if facts.accelerated else 1 << 20
         return (
-            Axis("collective", "what the ranks do together", COLLECTIVES, one_of(*COLLECTIVES)),
+            Axis.each("collective", "what the ranks do together", *COLLECTIVES),
             Axis.count("elements", "numbers of the whole vector", str(elements), high=1 << 32, quick=(str(1 << 16),)),
-            Axis(
+            Axis.each(
                 "fp8",
                 "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
                 "fp8_twoshot (codes to the owner of a part, codes of its mean back), fp8_ring (rounded at every hop)",
-                WAYS,
-                one_of(*WAYS),
+                *WAYS,
             ),
-            Axis(
+            Axis.each(
                 "scaling",
                 "of values before they are codes: pre (1/N), post (1), ms_amp (1/sqrt N, what its code "
                 "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)",
-                SCALINGS,
-                one_of(*SCALINGS),
+                *SCALINGS,
                 quick=("ms_amp", "fp8lm_auto"),
             ),
         )
@@ -183,7 +182,10 @@ class Collective(Workload):
             return "what a rank sends at a hop is not known before the last hop has come, so that it has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
-        kind, source, rank, size = state.kind, state.given, state.rank, state.size
+        kind = state.kind
+        source = state.given
+        rank = state.rank
+        size = state.size
         if isinstance(kind, Plain):
             return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, size))
         return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, rank, size))
@@ -195,8 +197,10 @@ def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
 
     from fp8bench.numerics.collectives import InFP8, Plain
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    params, precision = setup.params, setup.case.precision
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    params = setup.params
+    precision = setup.case.precision
     collective = str(params["collective"])
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     values = _source(setup, rank)
@@ -213,17 +217,20 @@ def _source(setup: Setup, rank: int) -> Tensor:
 
 def _shares(state: CollectiveState) -> list[Any]:
     """Returns the share of codes that are the format's largest, and of values sent as zero, once mu has settled."""
-    from fp8bench.numerics.collectives import InFP8, flushed_share, saturated_share
+    from fp8bench.numerics import collectives
     from fp8bench.numerics.rank_programs import on_this_rank
 
-    kind, source, rank, size = state.kind, state.given, state.rank, state.size
-    assert isinstance(kind, InFP8)
+    kind = state.kind
+    source = state.given
+    rank = state.rank
+    size = state.size
+    assert isinstance(kind, collectives.InFP8)
     around = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        share = saturated_share(kind(source, rank, size, around).codes)
+        share = collectives.saturated_share(kind(source, rank, size, around).codes)
     if kind.collective not in REDUCING:
         return [share, 0.0]
-    return [share, on_this_rank(flushed_share(source, kind.scaling, size, kind.auto), None, around)]
+    return [share, on_this_rank(collectives.flushed_share(source, kind.scaling, size, kind.auto), None, around)]
 
 
 def _figures(sums: Tensor, size: int) -> dict[str, float]:

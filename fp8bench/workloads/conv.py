@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
-from fp8bench.nn.shared_workloads import PASS, convolution_support, is_training, misfit
-from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, whole_number
+from fp8bench.protocols import Grid, Layer, Precision
+from fp8bench.protocols.axes import VALUES, Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
-    from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
 WINDOW = 9  # weights of a 3x3 window
@@ -51,9 +49,9 @@ class Conv(ConvolvedWorkload):
         batch, channels, image = ("128", ("64", "256"), "28") if facts.accelerated else ("8", ("32",), "16")
         return (
             Axis.count("batch", "images in a batch", batch, high=1 << 16),
-            Axis("channels", "channels in and out", channels, whole_number(high=1 << 14)),
+            Axis.count("channels", "channels in and out", *channels, high=1 << 14),
             Axis.count("image", "height and width of an image", image, high=1 << 12),
-            PASS,
+            shared.PASS,
             VALUES,
             _NORM,
         )
@@ -62,7 +60,8 @@ class Conv(ConvolvedWorkload):
         return tuple(Layer(name, "norm", product=False) for name in ("norm_first", "norm_second"))
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        batch, image = int(params["batch"]), int(params["image"])
+        batch = int(params["batch"])
+        image = int(params["image"])
         if batch * image * image == 1 and _NORM.of(params) == "batch":
             raise UsageError(
                 "batch=1 with image=1 has one value per channel, too few for a batch norm: choose a larger one"
@@ -72,38 +71,30 @@ class Conv(ConvolvedWorkload):
     def work(self, params: Scalars) -> Work:
         """Counts FLOPs of the two convolutions, windows over the edge in full."""
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
-        positions, weights = batch * image * image, 2 * WINDOW * channels * channels
+        positions = batch * image * image
+        weights = 2 * WINDOW * channels * channels
         # fp32 weights; input and output in two bytes, the least of any carrier.
         return Work(
-            flops=2.0 * positions * weights * (3 if is_training(params) else 1),
+            flops=2.0 * positions * weights * (3 if shared.is_training(params) else 1),
             least_memory=4.0 * weights + 4.0 * positions * channels,
         )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        support = convolution_support(precision, facts)
-        if not support.is_native:
-            return support
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
-        wrong = misfit(
-            precision,
-            batch * image * image,
-            (WINDOW * channels, channels),
-            is_training(params),
-            f"batch={batch}, channels={channels}, image={image}",
-        )
-        return refused(wrong) if wrong else support
+        shown = f"batch={batch}, channels={channels}, image={image}"
+        support, sides = shared.convolution_support(precision, facts), (WINDOW * channels, channels)
+        return shared.require_fit(support, precision, batch * image * image, sides, shared.is_training(params), shown)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return Layer("first", "conv"), Layer("second", "conv")
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """Builds the block on random images. Its gradients have far larger errors than its output: where rounding moves
-        a value across ReLU's corner, a gradient appears or vanishes."""
+    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+        """Its gradients have far larger errors than its output: where rounding moves a value across ReLU's corner, a
+        gradient appears or vanishes."""
         from fp8bench.nn.convolution import ResidualBlock
-        from fp8bench.nn.exercise import exercise
 
-        params = setup.params
-        batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
-        shape = (batch, image, image, channels)
-        layered = _NORM.of(params) == "layer"
-        return exercise(setup, lambda: ResidualBlock(channels, choose, layered), [shape], carrier, is_training(params))
+        return ResidualBlock(int(params["channels"]), choose, _NORM.of(params) == "layer")
+
+    def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
+        image = int(params["image"])
+        return [(int(params["batch"]), image, image, int(params["channels"]))]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -79,19 +79,15 @@ class Data(Workload):
         record = "150528" if facts.accelerated else "16384"
         usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
         return (
-            Axis(
-                "kind",
-                "reading: compressed records from a file; transfer: whole batches in memory",
-                tuple(BATCHES),
-                one_of(*BATCHES),
-            ),
-            Axis("batch", f"records in a batch; auto is {usual}", ("auto",), auto_or(whole_number(high=1 << 16))),
+            Axis.each("kind", "reading: compressed records from a file; transfer: whole batches in memory", *BATCHES),
+            Axis.count("batch", f"records in a batch; auto is {usual}", "auto", high=1 << 16),
             Axis.count("record", "values in a record", record, high=1 << 22),
-            Axis(
+            Axis.choice(
                 "cast_on",
                 "host: before a batch is moved, which are fewer bytes; device: after it",
-                ("device" if facts.accelerated else "host",),
-                one_of("host", "device"),
+                "host",
+                "device",
+                default="device" if facts.accelerated else "host",
             ),
             _BUFFERS,
         )
@@ -105,7 +101,8 @@ class Data(Workload):
 
     def work(self, params: Scalars) -> Work:
         """Counts bytes of a batch as it arrives: one per value to be decoded, four as fp32."""
-        batch, record = int(params["batch"]), int(params["record"])
+        batch = int(params["batch"])
+        record = int(params["record"])
         reading = params["kind"] == "reading"
         return Work(
             bytes=float(batch * record * (1 if reading else 4)),
@@ -127,7 +124,8 @@ class Data(Workload):
 
         text, random = _text(setup)
         batches = _batches(setup, _records(setup, text), random)
-        on_device, first = _casts_there(setup), next(batches)
+        on_device = _casts_there(setup)
+        first = next(batches)
         like = Operand(first) if on_device else setup.arithmetic.cast(first, Role.INPUT)
         decodes = setup.case.param("kind") == "reading"
         return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key), decodes, on_device)
@@ -141,7 +139,7 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.take(batch)
-            del values, batch  # freeing memory takes time, too, and must count for a phase
+            del values, batch  # freeing memory takes time that must count for a phase
         if state.casts_there:
             with phase.cast:
                 state.after = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
@@ -181,9 +179,9 @@ def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
 
 
 def _records(setup: Setup, text: Bytes) -> Records:
-    from fp8bench.nn.batches import CompressedRecords, DecodedRecords
+    from fp8bench.nn import batches
 
-    return CompressedRecords(text) if setup.case.param("kind") == "reading" else DecodedRecords(text)
+    return batches.CompressedRecords(text) if setup.case.param("kind") == "reading" else batches.DecodedRecords(text)
 
 
 def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalars, Support
-from fp8bench.nn.served import OWN, SERVED
+from fp8bench.nn import served
 from fp8bench.nn.served_workloads import ServedWorkload
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Grid, Precision, Setup
@@ -28,7 +28,7 @@ class Decode(ServedWorkload):
 
     Each step is the same: its token is at the last position of the context, and sees all of it. Token ids are the
     input: no sampler, no tokeniser, no server. So a step's time is TPOT at that context, and batch / time is output
-    tokens/s. The embedding, norms and the head stay in the carrier, unless a map says otherwise.
+    tokens/s. The embedding, norms and the head stay in the carrier, unless a map changes that.
     """
 
     name = "decode"
@@ -51,7 +51,9 @@ class Decode(ServedWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
-        is_built_in = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
+        is_built_in = (
+            str(params["size"]) in SERVED_SIZES and params["kv"] == served.OWN and precision.name != served.SERVED
+        )
         if _STATIC.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
             return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")
         return support

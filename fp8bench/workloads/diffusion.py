@@ -9,10 +9,10 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
-from fp8bench.nn.shared_workloads import is_training, misfit
+from fp8bench.nn.shared_workloads import is_training, require_fit
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def plan_of(params: Scalars) -> SamplerPlan:
 
 
 def _products(sizes: DenoiserSizes) -> list[_Product]:
-    """Returns all products. Those of the time embedding and at either end stay high, unless they are mapped."""
+    """Returns all products. The time embedding's and those at either end stay high, unless they are mapped."""
     body = _dit_shapes(sizes) if sizes.denoiser == "dit" else _unet_shapes(sizes)
     shapes = [
         ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
@@ -74,7 +74,8 @@ _Shape = tuple[str, str, int, int, int]
 
 def _dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     _, batch, image, width, layers = sizes
-    tokens, patch = batch * (image // PATCH) ** 2, PATCH * PATCH * CHANNELS
+    tokens = batch * (image // PATCH) ** 2
+    patch = PATCH * PATCH * CHANNELS
     yield "first", "ends", tokens, patch, width
     for block in (f"blocks.{number}" for number in range(layers)):
         yield f"{block}.modulation", "time", batch, width, 6 * width
@@ -135,22 +136,17 @@ class Diffusion(ConvolvedWorkload):
             ("4", "64", "auto", "8", "20") if facts.accelerated else ("2", "8", "64", "2", "6")
         )
         return (
-            Axis(
+            Axis.each(
                 "denoiser",
                 "dit: a transformer of patches; unet: convolutions, attention at half the resolution",
-                ("dit", "unet"),
-                one_of("dit", "unet"),
+                "dit",
+                "unet",
             ),
             Axis.count("batch", "latents that are denoised together", batch, high=1 << 16),
             Axis.count("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
             Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
             Axis.count("layers", "blocks of a DiT; of a UNet at full resolution, down and up", layers, high=64),
-            Axis(
-                "pass",
-                "sampling: all steps from noise to image; training: forward and backward",
-                ("sampling",),
-                one_of(*_PASSES),
-            ),
+            Axis.choice("pass", "sampling: all steps from noise to image; training: forward and backward", *_PASSES),
             Axis.count("steps", "of the sampler, DDIM", steps, high=250),
             Axis.choice(
                 "guidance",
@@ -207,7 +203,8 @@ class Diffusion(ConvolvedWorkload):
 
     def work(self, params: Scalars) -> Work:
         sizes = sizes_of(params)
-        tokens, width = (sizes.image // 2) ** 2, sizes.width * (1 if sizes.denoiser == "dit" else 2)
+        tokens = (sizes.image // 2) ** 2
+        width = sizes.width * (1 if sizes.denoiser == "dit" else 2)
         blocks = sizes.layers if sizes.denoiser == "dit" else 1
         products = _products(sizes)
         flops = 4.0 * blocks * sizes.batch * tokens * tokens * width
@@ -225,7 +222,8 @@ class Diffusion(ConvolvedWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if not is_training(params) and precision.carried_by:
-            high, plan = params["high_steps"], plan_of(params)
+            high = params["high_steps"]
+            plan = plan_of(params)
             if plan.first + plan.last == plan.steps:
                 return refused(f"high_steps={high} leaves none of {plan.steps} steps to {precision.mode}")
         kinds = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
@@ -234,7 +232,8 @@ class Diffusion(ConvolvedWorkload):
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         """Returns the support of layers: a UNet's convolutions as in suite conv; without them it has neither body nor
         ends."""
-        sizes, support = sizes_of(params), precision.support(facts)
+        sizes = sizes_of(params)
+        support = precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
             channels = sizes.width if kind == "body" else CHANNELS
             sizes_of_conv = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
@@ -246,9 +245,7 @@ class Diffusion(ConvolvedWorkload):
             sides |= {product.inputs, product.outputs}
         shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
         rows = next((product.rows for product in products if product.rows % precision.multiples[0]), 0)
-        if support.is_native and (wrong := misfit(precision, rows, sorted(sides), is_training(params), shown)):
-            return refused(wrong)
-        return support
+        return require_fit(support, precision, rows, sorted(sides), is_training(params), shown)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.diffusion import denoiser_state
@@ -259,14 +256,17 @@ class Diffusion(ConvolvedWorkload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares a training step like any layer, and a sampling by step, with the number of denoiser evaluations."""
-        from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
+        from fp8bench.nn import diffusion
 
-        state, exact = self.prepare(setup), self.exact(setup)
-        if not isinstance(state, Sampling):
+        state = self.prepare(setup)
+        exact = self.exact(setup)
+        if not isinstance(state, diffusion.Sampling):
             return state.errors(exact, setup.settles)
         if setup.settles:
             state.outcome()
-        wide = (self.all_in(setup, arithmetic) for arithmetic in (setup.high, OtherKernel(setup.high.carrier)))
-        samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, Sampling)]
+        wide = (
+            self.all_in(setup, arithmetic) for arithmetic in (setup.high, diffusion.OtherKernel(setup.high.carrier))
+        )
+        samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, diffusion.Sampling)]
         evaluations = plan_of(setup.params).evaluations
-        return {**errors_by_step(state, *samplings), "evaluations": float(evaluations)}
+        return {**diffusion.errors_by_step(state, *samplings), "evaluations": float(evaluations)}

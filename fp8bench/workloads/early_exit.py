@@ -1,33 +1,35 @@
-"""Rows that leave a stack of blocks as soon as they are certain: control flow that depends on the data."""
+"""Rows that leave a stack of blocks at the first confident block: control flow that depends on the data."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalars, Support, Work
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
-from fp8bench.nn.shared_workloads import misfit, why_no_errors
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of
+from fp8bench.protocols.axes import VALUES, Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-_HELD, _OWN = "held", "own"
+_HELD = "held"
+_OWN = "own"
 _MOST_PERCENT = 90
 
 
 def rows_of_blocks(params: Scalars) -> list[int]:
     """Returns how many rows each block has in the exact pass, up to the last block that has any."""
-    rows, share = [int(params["tokens"])], 1 - int(params["leaving"]) / 100
+    rows = [int(params["tokens"])]
+    share = 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
         rows.append(math.ceil((rows[-1] - 1) * share))
     return rows
@@ -73,11 +75,11 @@ class EarlyExits(LayerWorkload):
                 low=1,
                 high=_MOST_PERCENT,
             ),
-            Axis(
+            Axis.each(
                 "exits",
                 "held: drawn from the seed, the same in every precision; own: each precision's own",
-                (_HELD, _OWN),
-                one_of(_HELD, _OWN),
+                _HELD,
+                _OWN,
             ),
             VALUES,
         )
@@ -95,39 +97,41 @@ class EarlyExits(LayerWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        if params["exits"] == _OWN and why_no_errors(params):
+        if params["exits"] == _OWN and shared.why_no_errors(params):
             return refused(f"values={VALUES.of(params)} make all rows alike, so that all leave at once: exits=held")
-        width, hidden = int(params["width"]), int(params["hidden"])
-        wrong = misfit(precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
-        return refused(wrong) if wrong and support.is_native else support
+        width = int(params["width"])
+        hidden = int(params["hidden"])
+        return shared.require_fit(support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
+
+    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+        from fp8bench.nn.early_exit import EarlyExit
+
+        width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
+        return EarlyExit(width, hidden, depth, classes, choose)
+
+    def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
+        return [(int(params["tokens"]), int(params["width"]))]
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         import torch
 
+        from fp8bench.nn import early_exit
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.early_exit import EarlyExit, scheduled_exits, threshold_exits
-        from fp8bench.nn.exercise import exercise
-
-        params = setup.params
-        width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
-        tokens = int(params["tokens"])
-
-        def make_exercise(chosen: Choose, dtype: torch.dtype) -> Exercise:
-            build = partial(EarlyExit, width, hidden, depth, classes, chosen)
-            return exercise(setup, build, [(tokens, width)], dtype, training=False)
 
         # 1. Make the timed layer, and compute how many rows each of its blocks should get.
-        state, rows, wide = make_exercise(choose, carrier), rows_of_blocks(params), torch.float64
-        assert isinstance(state.layer, EarlyExit)
+        state = super().exercise(setup, choose, carrier)
+        rows = rows_of_blocks(setup.params)
+        wide = torch.float64
+        assert isinstance(state.layer, early_exit.EarlyExit)
         # 2. Held: rows leave by a schedule, independent of their values, so that precisions do equal work.
-        if params["exits"] == _HELD:
+        if setup.params["exits"] == _HELD:
             device = state.inputs[0].device
-            state.layer.exits = scheduled_exits(rows, setup.seed, device)
+            state.layer.exits = early_exit.scheduled_exits(rows, setup.seed, device)
             return state
-        # 3. By confidence: thresholds of the exact pass, against which a precision may decide differently.
-        exact = state if carrier is wide else make_exercise(lambda name: PlainArithmetic(wide), wide)
-        assert isinstance(exact.layer, EarlyExit)
-        state.layer.exits = threshold_exits(exact.layer, exact.inputs[0], rows)
+        # 3. Thresholds of confidence from the exact pass, which a precision may cross elsewhere.
+        exact = state if carrier is wide else super().exercise(setup, lambda name: PlainArithmetic(wide), wide)
+        assert isinstance(exact.layer, early_exit.EarlyExit)
+        state.layer.exits = early_exit.threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
@@ -135,10 +139,12 @@ class EarlyExits(LayerWorkload):
         depth."""
         from fp8bench.nn.early_exit import EarlyExit
 
-        state, exact = self.prepare(setup), self.exact(setup)
+        state = self.prepare(setup)
+        exact = self.exact(setup)
         errors = state.errors(exact, setup.settles)
         assert isinstance(state.layer, EarlyExit) and isinstance(exact.layer, EarlyExit)
-        depths, right = state.layer.depths(*state.inputs), exact.layer.depths(*exact.inputs)
+        depths = state.layer.depths(*state.inputs)
+        right = exact.layer.depths(*exact.inputs)
         return {
             **errors,
             "exits_differ_percent": 100 * float((depths != right).double().mean()),

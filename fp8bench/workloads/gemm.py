@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
-from fp8bench.nn.served import CARRIERS, OWN, SERVED, arm_of, kept_support
+from fp8bench.nn import served
 from fp8bench.nn.shared_workloads import why_no_errors
 from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, model_products, sides_of
 from fp8bench.protocols import (
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 LARGEST = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
 # A sweep ranges from the first number, whose multiples native FP8 products take, to this many times its base.
-_LEAST_SIDE, _BEYOND_BASE = 16, 4
+_LEAST_SIDE = 16
+_BEYOND_BASE = 4
 _SIDES = "mnk"
 _OPERANDS = ("cast", "ready")
 _EACH = "/"
@@ -163,16 +164,17 @@ class Gemm(Workload):
         return Work(flops=2.0 * m * n * k, least_memory=2.0 * (spread_a * m * k + spread_b * n * k + m * n))
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        k, n = int(params["k"]), int(params["n"])
+        k = int(params["k"])
+        n = int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
         if precision.whole_layers and params["operands"] != "cast":
             return refused("a library's operands are cast in every step: choose operands=cast")
         # Weights that are stored for inference have no gradients.
-        if precision.name == SERVED:
+        if precision.name == served.SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused("weights are kept for forward products alone, their inputs cast as they come")
-            return kept_support(precision, n, k, facts)
+            return served.kept_support(precision, n, k, facts)
         support = precision.support(facts)
         along_k, along_n = precision.multiples
         if support.is_native and (k % along_k or n % along_n):
@@ -201,10 +203,11 @@ class Gemm(Workload):
             with phase.cast:
                 a, b = state.cast(state.a, state.b)
         else:
-            a, b = Operand(state.a), Operand(state.b)
+            a = Operand(state.a)
+            b = Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # freeing memory takes time, too, and must count for a phase
+            del a, b  # freeing memory takes time that must count for a phase
 
     def error_refused(self, params: Scalars) -> str:
         return why_no_errors(params)
@@ -213,7 +216,7 @@ class Gemm(Workload):
         """Compares with fp64 products of the unrounded and of the cast operands, on as many rows as are affordable."""
         import torch
 
-        from fp8bench.numerics.products import product_errors, rows_within
+        from fp8bench.numerics import products
 
         a, b, _ = _operands(setup)
         arithmetic, cast = _casts(setup)
@@ -225,12 +228,15 @@ class Gemm(Workload):
             low = cast(*carried)
         # 2. Compute the product, and the values that the operands' codes represent.
         if (kept_weight := _kept_weight(setup, carried[1])) is not None:
-            product, values = kept_weight.times(carried[0], SilentPhases()), (carried[0].float(), kept_weight.restore())
+            product = kept_weight.times(carried[0], SilentPhases())
+            values = (carried[0].float(), kept_weight.restore())
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
         # 3. Compare with exact operands, and with what the kernel was given.
-        errors = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
+        errors = products.product_errors(
+            product, (a, b), values, products.rows_within(a.shape[0], b.shape[0], a.shape[1])
+        )
         return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -245,7 +251,7 @@ def parse_shape(text: str) -> str:
     if text.lower() in MODELS:
         return text.lower()
     if _is_model(text):
-        model_products(text)  # raises for sizes that are not a model's
+        model_products(text)  # raises for invalid sizes of a model
         return text
     name, colon, swept = text.partition(":")
     if name == "sweep":
@@ -319,7 +325,7 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     """Returns why a layout changes nothing here; '' if it does, or is the usual one."""
     layouts = dict(zip("ab", _layouts(params), strict=True))
     odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
-    if precision.name == SERVED and "b" in odd:
+    if precision.name == served.SERVED and "b" in odd:
         return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
     # Such a case would repeat another one's numbers under a different name.
     if odd and precision.carried_by and params["operands"] == "ready":
@@ -336,8 +342,10 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
 
 def _casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
     """Returns the arithmetic of single products, and the casts of this one's operands."""
-    product, arithmetic = str(setup.case.param("product")), setup.arithmetic.separate()
-    (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
+    product = str(setup.case.param("product"))
+    arithmetic = setup.arithmetic.separate()
+    (role_a, role_b) = PRODUCTS[product]
+    turned = TURNED[product]
     cast_a, cast_b = (arithmetic.cast_transpose if role in turned else arithmetic.cast for role in (role_a, role_b))
     return arithmetic, lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
@@ -347,11 +355,11 @@ def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
     from fp8bench.nn.kept import kept_weight
 
     mode = precisions.get(setup.case.precision)
-    if mode.name != SERVED:
+    if mode.name != served.SERVED:
         return None
-    arm = arm_of({"kv": OWN, "weights": OWN}, mode)
+    arm = served.arm_of({"kv": served.OWN, "weights": served.OWN}, mode)
     word = arm.weight_format
-    return None if word in CARRIERS else kept_weight(b, word, arm.low_inputs)
+    return None if word in served.CARRIERS else kept_weight(b, word, arm.low_inputs)
 
 
 def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
@@ -359,12 +367,16 @@ def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, T
     converted before the next is drawn: two in fp32 may not fit."""
     import torch
 
-    from fp8bench.numerics.distributions import drawn, laid_out
+    from fp8bench.numerics import distributions
 
-    params, k = setup.params, int(setup.case.param("k"))
-    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    params = setup.params
+    k = int(setup.case.param("k"))
+    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     a, b = (
-        laid_out(drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32), layout)
+        distributions.laid_out(
+            distributions.drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32),
+            layout,
+        )
         for rows, layout in zip("mn", _layouts(params), strict=True)
     )
     return a, b, PRODUCTS[str(setup.case.param("product"))]

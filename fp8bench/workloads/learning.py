@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalars, Work
 from fp8bench.model.specs import RELATIVE_LOSS
-from fp8bench.nn.shared_workloads import TrainingWorkload
-from fp8bench.nn.sizes import GPTConfig, gpt_around, gpt_layers
+from fp8bench.nn import shared_workloads as shared
+from fp8bench.nn import sizes
 from fp8bench.protocols import Grid, Layer, Setup
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 # Width of a head: products of every precision take multiples of it.
 _HEAD = 32
-_BATCH, _SEQUENCE = 4, 64
+_BATCH = 4
+_SEQUENCE = 64
 _RATE = 3e-3
 # Losses are divided by bf16's, and bf16's own by fp32's.
-_REFERENCE, _REFERENCE_OF_BF16 = "bf16", "fp32"
+_REFERENCE = "bf16"
+_REFERENCE_OF_BF16 = "fp32"
 
 
 @workloads.register("learning")
-class Learning(TrainingWorkload):
+class Learning(shared.TrainingWorkload):
     """Two blocks of a GPT on bytes, with AdamW. A timed step is one of this training's.
 
     The figure is a mean over all steps with several random initial weights and batches, because the last loss of one
     run changes more with the order of sums than with most faults of a format. Attention is torch's plain one, whose
-    gradients are reproducible on a GPU, too.
+    gradients are also reproducible on a GPU.
     """
 
     name = "learning"
@@ -51,11 +53,11 @@ class Learning(TrainingWorkload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            Axis(
+            Axis.choice(
                 "width",
                 "of the model; a feed-forward block is four times as wide",
-                ("256" if facts.accelerated else "64",),
-                one_of("32", "64", "128", "256", "512"),
+                *("32", "64", "128", "256", "512"),
+                default="256" if facts.accelerated else "64",
             ),
             Axis.count("steps", "of which the losses are averaged", "60", high=500),
             Axis.count("draws", "of weights and batches, each trained so", "4", high=64),
@@ -67,36 +69,33 @@ class Learning(TrainingWorkload):
         return Work(config.step_flops(_BATCH, _SEQUENCE), _BATCH * _SEQUENCE, least_memory=least)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_layers(_config(params).layers)
+        return sizes.gpt_layers(_config(params).layers)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_around(_config(params).layers)
+        return sizes.gpt_around(_config(params).layers)
 
     def prepare(self, setup: Setup) -> TrainingState:
-        from fp8bench.nn.around import set_around
         from fp8bench.nn.batches import loader_for
-        from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import new_state, seed_weights
+        from fp8bench.nn.training_step import new_state
         from fp8bench.nn.whole_layers import CachedWeights
 
         config = _config(setup.params)
-        with seed_weights(setup):
-            model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
-        set_around(model, setup.around(self.around(setup.params)))
+        model = shared.make_gpt(self, setup, config)
         loader = loader_for(setup, _BATCH, config, setup.draw)
         return new_state(setup, model, loader, CachedWeights(model).cast, attention="math", rate=_RATE)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Divides the mean loss by the reference's, with the same weights and batches; infinite once a loss is."""
-        case, facts = setup.case, setup.facts
+        case = setup.case
+        facts = setup.facts
         reference = _REFERENCE_OF_BF16 if case.precision == _REFERENCE else _REFERENCE
         return {RELATIVE_LOSS: _mean_loss(setup) / _reference(reference, case.params, facts, setup.seed, setup.corpus)}
 
 
-def _config(params: Scalars) -> GPTConfig:
+def _config(params: Scalars) -> sizes.GPTConfig:
     width = int(params["width"])
     heads = width // _HEAD
-    return GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH, sequence=_SEQUENCE)
+    return sizes.GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH, sequence=_SEQUENCE)
 
 
 def _mean_loss(setup: Setup) -> float:

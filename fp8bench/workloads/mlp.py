@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalars, Support, Work
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
-from fp8bench.nn.shared_workloads import PASS, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of
+from fp8bench.protocols.axes import VALUES, Axis
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
 LARGEST = 1 << 18
-_LINEAR, NORM_LINEAR, NORM_MLP = "linear", "norm-linear", "norm-mlp"
+_LINEAR = "linear"
+NORM_LINEAR = "norm-linear"
+NORM_MLP = "norm-mlp"
 
 
 @workloads.register("mlp")
@@ -47,7 +48,7 @@ class Mlp(LayerWorkload):
             Axis.count("tokens", "rows of the input", tokens, high=LARGEST),
             Axis.count("width", "features of input and output", width, high=LARGEST),
             Axis.count("hidden", "features between the two products", hidden, high=LARGEST),
-            Axis("gated", "whether a second product up gates the first", ("no", "yes"), one_of("no", "yes")),
+            Axis.each("gated", "whether a second product up gates the first", "no", "yes"),
             Axis.choice(
                 "cut",
                 "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
@@ -57,7 +58,7 @@ class Mlp(LayerWorkload):
                 NORM_MLP,
                 quiet=True,
             ),
-            PASS,
+            shared.PASS,
             VALUES,
         )
 
@@ -66,7 +67,7 @@ class Mlp(LayerWorkload):
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
         # fp32 weights; input, output and intermediate values in two bytes, the least of any carrier.
         least = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
-        return Work(2.0 * tokens * weights * (3 if is_training(params) else 1), tokens, least_memory=least)
+        return Work(2.0 * tokens * weights * (3 if shared.is_training(params) else 1), tokens, least_memory=least)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -74,10 +75,8 @@ class Mlp(LayerWorkload):
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        wrong = misfit(
-            precision, tokens, (width, hidden), is_training(params), f"tokens={tokens}, width={width}, hidden={hidden}"
-        )
-        return refused(wrong) if wrong and support.is_native else support
+        shown = f"tokens={tokens}, width={width}, hidden={hidden}"
+        return shared.require_fit(support, precision, tokens, (width, hidden), shared.is_training(params), shown)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if params.get("cut") == NORM_MLP:
@@ -92,18 +91,16 @@ class Mlp(LayerWorkload):
             scale_to_unit(state.layer)
         return state
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.parts import FeedForward, NormedFeedForward
+    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+        from fp8bench.nn import parts
 
-        params = setup.params
-        tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        gated, cut = params["gated"] == "yes", str(params.get("cut", _LINEAR))
+        width = int(params["width"])
+        hidden = int(params["hidden"])
+        gated = params["gated"] == "yes"
+        cut = params.get("cut", _LINEAR)
+        if cut == _LINEAR:
+            return parts.FeedForward(width, hidden, gated, 1.0, choose)
+        return parts.NormedFeedForward(width, hidden, gated, choose, both_products=cut == NORM_MLP)
 
-        # Built in the callee, with the seed and the device that it sets.
-        def build() -> nn.Module:
-            if cut == _LINEAR:
-                return FeedForward(width, hidden, gated, 1.0, choose)
-            return NormedFeedForward(width, hidden, gated, choose, both_products=cut == NORM_MLP)
-
-        return exercise(setup, build, [(tokens, width)], carrier, is_training(params))
+    def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
+        return [(int(params["tokens"]), int(params["width"]))]

@@ -15,7 +15,7 @@ from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols import Covered, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
 # A model counts as reproducible if it differs from itself by less than the first, or by a smaller share of an error.
-_REPEATS, _TELLING = 1e-4, 0.1
-# What makers returned in this process, by name and seed; arms get copies.
+_REPEATS = 1e-4
+_TELLING = 0.1
+# Results of makers in this process, by name and seed; arms get copies.
 MADE: dict[tuple[str, int], Given] = {}
 # Makers of live models, by the name of the model's class.
 LIVE: dict[str, Callable[[], Any]] = {}
@@ -75,7 +76,7 @@ class Model(Workload):
                 "training",
                 "forward",
             ),
-            Axis("optimizer", "of a training pass", (OPTIMIZERS[0],), one_of(*OPTIMIZERS)),
+            Axis.choice("optimizer", "of a training pass", *OPTIMIZERS),
             Axis.choice(
                 "compile",
                 "yes: torch.compile, both as it came and converted",
@@ -169,13 +170,14 @@ class Model(Workload):
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
         from fp8bench.nn.own_model import errors_between
 
-        outcome, exact = (_own_model(case_setup, compiles=False).outcome() for case_setup in (setup, reference))
+        outcome = _own_model(setup, compiles=False).outcome()
+        exact = _own_model(reference, compiles=False).outcome()
         errors = errors_between(outcome, exact)
         apart = errors_between(_own_model(reference, compiles=False).outcome(), exact)
         return None if _is_drowned(errors, apart) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
-        from fp8bench.nn.conversion import AcceleratedModel, converted_in, explain_unchanged
+        from fp8bench.nn import conversion
         from fp8bench.nn.own_model import OwnModel, conversion_of
 
         if not _converts(setup):
@@ -184,9 +186,9 @@ class Model(Workload):
         state = OwnModel(_copy_of(setup), setup, compiles=False, converts=False)
         held = conversion_of(state.model, setup, _multiples(setup)).held
         # Accelerate itself decides what it converts, so only its result shows that.
-        if isinstance(setup.arithmetic, AcceleratedModel):
-            low = converted_in(_own_model(setup, compiles=False).model)
-            held = tuple(holder if holder.name in low else explain_unchanged(holder) for holder in held)
+        if isinstance(setup.arithmetic, conversion.AcceleratedModel):
+            low = conversion.converted_in(_own_model(setup, compiles=False).model)
+            held = tuple(holder if holder.name in low else conversion.explain_unchanged(holder) for holder in held)
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
 
@@ -200,14 +202,17 @@ def _own_model(setup: Setup, **options: bool) -> OwnModel:
 
 def _untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
     """Returns the results of the unchanged model, and how far a repetition differs from them."""
-    from fp8bench.nn.own_model import OwnModel, errors_between
+    from fp8bench.nn import own_model
 
-    first, second = (OwnModel(_copy_of(setup), setup, compiles=False, converts=False).outcome() for _ in range(2))
-    return first, errors_between(second, first)
+    first, second = (
+        own_model.OwnModel(_copy_of(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
+    )
+    return first, own_model.errors_between(second, first)
 
 
 def _is_drowned(errors: Mapping[str, float], apart: Mapping[str, float]) -> bool:
-    """Whether the model differs from itself by a tenth of an error or more, and by more than sums in another order."""
+    """Whether the model differs from itself by a tenth of an error or more, and by more than sums in a different
+    order."""
     return any(difference > max(_REPEATS, _TELLING * errors.get(name, 0.0)) for name, difference in apart.items())
 
 
@@ -237,13 +242,13 @@ def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
     # Makers may load files: once is enough, and every arm starts from the same numbers.
     if (name, seed) not in MADE:
         with seed_generators(seed, facts):
-            made = parse_given(name, _call_maker(name), seed)
-        _refuse_parameters(name, made)
-        MADE[name, seed] = made
-    made = MADE[name, seed]
+            parts = parse_given(name, _call_maker(name), seed)
+        _refuse_parameters(name, parts)
+        MADE[name, seed] = parts
+    parts = MADE[name, seed]
     try:
-        model, batch, loss = copy.deepcopy((made.model, made.batch, made.loss))
-        return made._replace(model=model.to(facts.key), batch=batch, loss=loss)
+        model, batch, loss = copy.deepcopy((parts.model, parts.batch, parts.loss))
+        return parts._replace(model=model.to(facts.key), batch=batch, loss=loss)
     except Exception as error:
         if is_exhausted(error):
             raise

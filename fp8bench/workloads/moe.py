@@ -6,10 +6,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.hardware import emulated, refused
+from fp8bench.formats import hardware
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
-from fp8bench.nn.shared_workloads import is_training, misfit
+from fp8bench.nn.shared_workloads import is_training, require_fit
 from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of
@@ -80,22 +80,14 @@ class Moe(LayerWorkload):
                 ("uniform", "zipf:1"),
                 load_word,
             ),
-            Axis(
+            Axis.choice(
                 "dispatch",
                 "what rows travel to experts in: carrier, bf16, or fp8 with a scale for 128 elements",
-                ("carrier",),
-                one_of(*_WAYS),
+                *_WAYS,
             ),
-            Axis("combine", "the same of the way back", ("carrier",), one_of(*_WAYS)),
-            Axis(
-                "router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",), one_of(*_ROUTERS)
-            ),
-            Axis.choice(
-                "pass",
-                "training: forward and backward; decode: forward alone",
-                "training",
-                "decode",
-            ),
+            Axis.choice("combine", "the same of the way back", *_WAYS),
+            Axis.choice("router", f"the precision of the router's product: {', '.join(_ROUTERS)}", *_ROUTERS),
+            Axis.choice("pass", "training: forward and backward; decode: forward alone", "training", "decode"),
             VALUES,
         )
 
@@ -108,7 +100,9 @@ class Moe(LayerWorkload):
         return super().expand(params)
 
     def work(self, params: Scalars) -> Work:
-        sizes, tokens, layers = sizes_of(params), int(params["tokens"]), int(params["layers"])
+        sizes = sizes_of(params)
+        tokens = int(params["tokens"])
+        layers = int(params["layers"])
         expert = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert + sizes.experts * sizes.width)
         # fp32 weights; for each expert of a token a row in two bytes, and the values between its products.
@@ -127,50 +121,54 @@ class Moe(LayerWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         # 1. The experts' products.
-        support, sizes = precision.support(facts), sizes_of(params)
+        support = precision.support(facts)
+        sizes = sizes_of(params)
         shown = f"width={sizes.width}, hidden={sizes.hidden}"
-        if support.is_native and (
-            wrong := misfit(precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
-        ):
-            return refused(wrong)
-        # 2. The router has a separate precision and separate sides.
+        support = require_fit(support, precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
+        if support.level is Level.REFUSED:
+            return support
+        # 2. The router has a separate precision and separate sides. Its gradient is contracted over tokens, which then
+        # must fit as well.
         router = precisions.get(str(params["router"]))
-        routed = router.support(facts)
-        if routed.level is Level.REFUSED:
-            return refused(f"router={router.name}: {routed.reason}")
-        # Its gradient is contracted over tokens, which then must fit, too.
         along = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
-        if routed.is_native and (wrong := misfit(router, 0, sides, False, along)):
-            return refused(f"router={router.name}: {wrong}")
+        routed = require_fit(router.support(facts), router, 0, sides, False, along)
+        if routed.level is Level.REFUSED:
+            return hardware.refused(f"router={router.name}: {routed.reason}")
         travels = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
         for axis in ("router", *travels):  # their time is part of the step's
             support_of_axis = precisions.get(str(params[axis])).support(facts)
             if support_of_axis.is_emulated and support.is_native:
-                return emulated(f"{axis}={params[axis]}: {support_of_axis.reason}")
+                return hardware.emulated(f"{axis}={params[axis]}: {support_of_axis.reason}")
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         import torch
 
+        from fp8bench.nn import experts
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.experts import Mixture, Travel, draw_load
         from fp8bench.nn.linear import cast_once
 
         # 1. Assign tokens to experts, with a separate draw for each layer.
-        params, sizes = setup.params, sizes_of(setup.params)
-        tokens, load = int(params["tokens"]), str(params["load"])
-        plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
+        params = setup.params
+        sizes = sizes_of(setup.params)
+        tokens = int(params["tokens"])
+        load = str(params["load"])
+        plans = [experts.draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
         if carrier is torch.float64:  # the exact pass neither rounds nor pads
-            travel = Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
+            travel = experts.Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             rows = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
-            travel = Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
+            travel = experts.Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
         # 2. Make the layers, whose parts are padded for native products.
         state = exercise(
-            setup, lambda: Mixture(sizes, plans, travel, choose), [(tokens, sizes.width)], carrier, is_training(params)
+            setup,
+            lambda: experts.Mixture(sizes, plans, travel, choose),
+            [(tokens, sizes.width)],
+            carrier,
+            is_training(params),
         )
         # 3. Decoding casts weights once, not in every step.
         if not is_training(params):
@@ -181,11 +179,13 @@ class Moe(LayerWorkload):
         """Compares output and gradients; adds, by layer, how often the router chooses differently, and the load."""
         from fp8bench.nn.experts import Mixture, disagreements, load_figures
 
-        state, exact = self.prepare(setup), self.exact(setup)
+        state = self.prepare(setup)
+        exact = self.exact(setup)
         errors = state.errors(exact, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
         # The experts that each token took, and those that it should have taken.
-        watched, right = state.layer.watch(state.outcome), exact.layer.watch(exact.outcome)
+        watched = state.layer.watch(state.outcome)
+        right = exact.layer.watch(exact.outcome)
         shares = disagreements([chosen for chosen, _ in watched], [chosen for chosen, _ in right])
         # After the first layer that disagrees, later ones have different inputs.
         differing = next((number for number, share in enumerate(shares) if share), len(shares))

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalars, Support, Work
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
-from fp8bench.nn.shared_workloads import PASS, is_training
-from fp8bench.protocols import Grid, Precision, Setup
+from fp8bench.protocols import Grid, Precision
 from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
 
-    from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
 # The number of tensors of (tokens, width) that an operation takes.
@@ -56,15 +55,16 @@ class NormAct(LayerWorkload):
             Axis("operation", ", ".join(INPUTS), tuple(INPUTS) if facts.accelerated else _GPT2, one_of(*INPUTS)),
             Axis.count("tokens", "rows", tokens, high=1 << 20),
             Axis.count("width", "features of a row", width, high=1 << 18),
-            PASS,
+            shared.PASS,
             VALUES,
         )
 
     def work(self, params: Scalars) -> Work:
         """Counts the bytes of the inputs and, in training, of the incoming gradient, four per number."""
-        tokens, width = int(params["tokens"]), int(params["width"])
+        tokens = int(params["tokens"])
+        width = int(params["width"])
         tensors = INPUTS[str(params["operation"])]
-        taken = tensors + (is_training(params) and params["operation"] not in UNREAD)
+        taken = tensors + (shared.is_training(params) and params["operation"] not in UNREAD)
         return Work(bytes=4.0 * taken * tokens * width, least_memory=2.0 * tensors * tokens * width)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -75,11 +75,10 @@ class NormAct(LayerWorkload):
             )
         return precision.support(facts)
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        from fp8bench.nn.exercise import exercise
+    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
         from fp8bench.nn.parts import Operation
 
-        params = setup.params
-        operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
-        shapes = [(tokens, width)] * INPUTS[operation]
-        return exercise(setup, lambda: Operation(operation, tokens, width), shapes, carrier, is_training(params))
+        return Operation(str(params["operation"]), int(params["tokens"]), int(params["width"]))
+
+    def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
+        return [(int(params["tokens"]), int(params["width"]))] * INPUTS[str(params["operation"])]

@@ -11,7 +11,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, TensorStatisti
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
 def _table() -> Iterator[str]:
     """Yields the default precisions: bf16 and fp16, then the table of element formats and scalings. It has all scalings
     of the 8-bit formats and of e2m1; the four roundings of MX scales for e4m3, which training uses, and for e2m1, which
-    suffers most; FP6 and the formats of MI300 as they are used."""
+    suffers most; FP6 and the formats of MI300 in their usual scalings."""
     mx = tuple(f"mx{scale}" for scale in _MX_SCALES)
     scalings = {
         "e4m3fn": (*_FLOAT_SCALINGS, *mx),
@@ -75,14 +75,13 @@ class Numerics(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         side = "4096" if facts.accelerated else "512"
-        tensors = (*MADE, *CAPTURED)
         return (
-            Axis(
+            Axis.each(
                 "tensor",
                 "made, or captured from a short training of a small transformer: the input, weight and "
                 "gradient of attn, mlp and head",
-                tensors,
-                one_of(*tensors),
+                *MADE,
+                *CAPTURED,
                 quick=_QUICK,
             ),
             Axis.count("rows", "of a made tensor", side, high=1 << 18),
@@ -96,7 +95,8 @@ class Numerics(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        name, role = str(params["tensor"]), str(params["role"])
+        name = str(params["tensor"])
+        role = str(params["role"])
         captured = CAPTURED.get(name)
         usual_role = captured.role if captured else MADE[name]
         rows, columns = (captured.rows, captured.columns) if captured else (params["rows"], params["columns"])
@@ -132,7 +132,8 @@ class Numerics(Workload):
         from fp8bench.nn.tensor_scales import view_of
         from fp8bench.numerics.tensor_error import figures, tensor_error
 
-        role, arithmetic = _role(setup), setup.arithmetic.layer("tensor")
+        role = _role(setup)
+        arithmetic = setup.arithmetic.layer("tensor")
         source, *earlier_tensors = _course(setup) if arithmetic.settles else (next(_course(setup)),)
         for earlier in reversed(earlier_tensors):
             arithmetic.cast(earlier, role)
@@ -159,8 +160,6 @@ def _course(setup: Setup) -> Iterator[Tensor]:
 
 
 def _plain_course(setup: Setup) -> Iterator[Tensor]:
-    import torch
-
     name = str(setup.case.param("tensor"))
     if name in CAPTURED:
         from fp8bench.nn.captured import capture_tensors
@@ -172,8 +171,8 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
             for tensor in reversed(capture_tensors(setup.corpus, setup.seed)[name])
         )
         return
-    from fp8bench.numerics.distributions import DISTRIBUTIONS
+    from fp8bench.numerics import distributions
 
-    generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     shape = int(setup.case.param("rows")), int(setup.case.param("columns"))
-    yield from (DISTRIBUTIONS[name](shape, generator) for _ in range(CAPTURED_STEPS))
+    yield from (distributions.DISTRIBUTIONS[name](shape, generator) for _ in range(CAPTURED_STEPS))

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, one_thread
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from fp8bench.nn.moments import Bucket, Storage
@@ -79,7 +78,7 @@ class Optimizer(Workload):
         widths = ("1024", "4096") if facts.accelerated else ("128", "256")
         tensors = "16" if facts.accelerated else "8"
         return (
-            Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
+            Axis.each("fused", "torch's fused AdamW, or what it takes without", "yes", "no"),
             Axis.choice(
                 "second_moment",
                 "that of fp8 and below: scaled-fp16, or the same format as the first's",
@@ -87,7 +86,7 @@ class Optimizer(Workload):
                 "same",
             ),
             Axis.count("tensors", "weights, one a layer", tensors, high=4096),
-            Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
+            Axis.count("width", "rows and columns of each weight", *widths, high=1 << 16),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -115,7 +114,7 @@ class Optimizer(Workload):
                 bucket.update(first, second)
             with phase.cast:
                 bucket.keep(first, second)
-                del first, second  # freeing memory takes time, too, and must count for a phase
+                del first, second  # freeing memory takes time that must count for a phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares 1000 steps with changing gradients with the same under fp32 moments, fused, from the same state.
@@ -141,7 +140,8 @@ class Optimizer(Workload):
         # 3. Compare the change of the weights, and each moment.
         update = [new - old for new, old in zip(state.parameters(), start, strict=True)]
         exact_update = [new - old for new, old in zip(exact.parameters(), start, strict=True)]
-        (first, second), (exact_first, exact_second) = state.moments(), exact.moments()
+        (first, second) = state.moments()
+        (exact_first, exact_second) = exact.moments()
         return {
             "update_error": joint_relative_frobenius(update, exact_update),
             "first_moment_error": joint_relative_frobenius(first, exact_first),
@@ -188,26 +188,26 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
     """Draws weights and moments from the seed, and returns the source of gradients that lead to such moments."""
     import torch
 
-    from fp8bench.nn.moments import BETAS, Bucket, split_into_buckets
-    from fp8bench.numerics.distributions import GradientSource
+    from fp8bench.nn import moments
+    from fp8bench.numerics.distributions import GradientSource, seeded_generator
 
     case = setup.case
     shape = (int(case.param("width")), int(case.param("width")))
     shapes = [shape] * int(case.param("tensors"))
-    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    generator = seeded_generator(setup.facts.key, setup.seed)
     source = GradientSource(shapes, generator)
     weights = [tensor.mul_(shape[1] ** -0.5) for tensor in source.normal()]
     # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance; that of its squares twice as much.
-    spread = [((1 - beta) / (1 + beta)) ** 0.5 for beta in BETAS]
+    spread = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
     first = [tensor.mul_(spread[0]) for tensor in source.draw()]
     second = [
         tensor.mul_(spread[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for tensor, scale in zip(source.normal(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
-    parts = split_into_buckets([weight.numel() for weight in weights], BUCKET_ELEMENTS)
+    parts = moments.split_into_buckets([weight.numel() for weight in weights], BUCKET_ELEMENTS)
     buckets = [
-        Bucket(weights[part], gradients[part], first[part], second[part], storages, STEPS_BEFORE, fused)
+        moments.Bucket(weights[part], gradients[part], first[part], second[part], storages, STEPS_BEFORE, fused)
         for part in parts
     ]
     return OptimizerState(buckets), source

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalar, Scalars, Support, Work
+from fp8bench.nn import sizes
 from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Job, ParallelCase
-from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
+from fp8bench.nn.shared_workloads import make_gpt
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import precisions, workloads
 
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 # The batch of all ranks is this many times the model's own.
 _BATCHES = 4
 # Words for the values of a way's options: all of them, or the first.
-_ALL, _FIRST = "auto", "usual"
+_ALL = "auto"
+_FIRST = "usual"
 # The option that is a count, of which each rank needs one.
-_COUNTED, _ENOUGH = "microbatches", " that is not less than the ranks"
+_COUNTED = "microbatches"
+_ENOUGH = " that is not less than the ranks"
 # One-time messages do not belong to a step: in its second one DDP sends the others the order of its buckets.
 _STEPS_BEFORE = 2
 # How many steps are compared with those of one rank.
@@ -45,7 +48,8 @@ class Parallel(Workload):
     name = "parallel"
     version = "2"  # tied heads
     summary = "training steps of a GPT by several ranks (--ranks): data, sharded, tensor and pipeline parallel"
-    listed, least_ranks = False, 2
+    listed = False
+    least_ranks = 2
     uses_corpus = True
     linear_layers = True
     layer_kinds = ("attn", "mlp", "head")
@@ -64,18 +68,17 @@ class Parallel(Workload):
             for name, text in OPTIONS.items()
         )
         return (
-            Axis("way", f"how ranks train together: {ways_listed}", tuple(WAYS), one_of(*WAYS)),
-            Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
-            Axis(
-                "batch", "sequences of all ranks together", ("auto",), auto_or(whole_number(high=1 << 16)), quick=("4",)
-            ),
-            Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16)), quick=("32",)),
+            Axis.each("way", f"how ranks train together: {ways_listed}", *WAYS),
+            Axis.choice("size", f"the model: {', '.join(sizes.SIZES)}", *sizes.SIZES, default=size),
+            Axis.count("batch", "sequences of all ranks together", "auto", quick=("4",), high=1 << 16),
+            Axis.count("sequence", "tokens in a sequence", "auto", quick=("32",), high=1 << 16),
             *options,
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Makes a case of each value of a way's options; options that a way does not have are dropped."""
-        config, division = SIZES[str(params["size"])], WAYS[str(params["way"])]
+        config = sizes.SIZES[str(params["size"])]
+        division = WAYS[str(params["way"])]
         usual_sizes: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
         usual = {name: usual_sizes.get(name, value) if value == "auto" else value for name, value in params.items()}
         plain = {
@@ -88,23 +91,26 @@ class Parallel(Workload):
         return tuple((*plain.items(), *zip(names, chosen, strict=True)) for chosen in product(*values))
 
     def work(self, params: Scalars) -> Work:
-        config, length, sequences = _config(params), int(params["sequence"]), int(params["batch"])
+        config = _config(params)
+        length = int(params["sequence"])
+        sequences = int(params["batch"])
         return Work(config.step_flops(sequences, length), sequences * length, least_memory=4.0 * config.weights)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         config = _config(params)
-        return gpt_layers(config.layers, config.experts)
+        return sizes.gpt_layers(config.layers, config.experts)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_around(_config(params).layers)
+        return sizes.gpt_around(_config(params).layers)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         # 1. The number of ranks must suit this way.
         division = WAYS[str(params["way"])]
         if facts.ranks < division.least_ranks:
-            present, least = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}", division.least_ranks
+            present = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}"
+            least = division.least_ranks
             return refused(f"{division.name} takes {least} ranks, and {present}: add --ranks {least}")
-        # 2. Options of another way are refused, because they would be ignored silently.
+        # 2. Options of other ways are refused, because they would be ignored silently.
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         foreign = [
             name
@@ -136,15 +142,15 @@ class Parallel(Workload):
         much."""
         import torch.distributed as dist
 
-        from fp8bench.nn.parallel.step import NotTheSame, agreement, limits_of
+        from fp8bench.nn.parallel import step
 
         state = self._state(setup, dist.group.WORLD, plain=True)
-        apart = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
+        apart = step.agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
         made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
         params = setup.params
-        limits = limits_of(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
+        limits = step.limits_of(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
         if excess := limits.describe_excess(apart):
-            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {excess}")
+            raise step.NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {excess}")
         return {**apart.figures(), **state.model.figures()}
 
     def step_parts(self, setup: Setup) -> StepParts:
@@ -156,7 +162,8 @@ class Parallel(Workload):
         def stepping(state: ParallelState) -> Callable[[], object]:
             return partial(state.train_step, SilentPhases())
 
-        together, size = self.prepare(setup), dist.get_world_size()
+        together = self.prepare(setup)
+        size = dist.get_world_size()
         for _ in range(_STEPS_BEFORE):
             together.train_step(SilentPhases())
         with StepWire(dist.get_rank()) as wire:
@@ -196,17 +203,12 @@ class Parallel(Workload):
         )
 
     def _make_model(self, setup: Setup) -> GPT:
-        from fp8bench.nn.around import set_around
-        from fp8bench.nn.experts import set_load
-        from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import seed_weights
-
         params = setup.params
         config = _config(params)
-        with seed_weights(setup):
-            model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
-        set_around(model, setup.around(self.around(params)))
+        model = make_gpt(self, setup, config)
         if config.experts:
+            from fp8bench.nn.experts import set_load
+
             set_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
         return model
 
@@ -214,7 +216,8 @@ class Parallel(Workload):
 def _word_or_value(option: str, ranks: int) -> Callable[[str], Scalar]:
     """Returns a parser of a value, or of a word for several; the usual count keeps the number of ranks that it must
     serve."""
-    parse, usual = _parse(option), f"{_FIRST} {ranks}" if option == _COUNTED else _FIRST
+    parse = _parse(option)
+    usual = f"{_FIRST} {ranks}" if option == _COUNTED else _FIRST
     return lambda text: text if text == _ALL else usual if text == _FIRST else parse(text)
 
 
@@ -236,8 +239,8 @@ def _parse(option: str) -> Callable[[str], Scalar]:
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
 
 
-def _config(params: Scalars) -> GPTConfig:
-    config = replace(SIZES[str(params["size"])], sequence=int(params["sequence"]))
+def _config(params: Scalars) -> sizes.GPTConfig:
+    config = replace(sizes.SIZES[str(params["size"])], sequence=int(params["sequence"]))
     experts = WAYS[str(params["way"])].experts
     return replace(config, experts=experts, hidden=config.hidden // 2) if experts else config
 

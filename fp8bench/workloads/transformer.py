@@ -10,19 +10,11 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Scalars, StaticScales, Support, TensorStatistics, Work
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.served import CARRIERS, WEIGHT_FORMATS
-from fp8bench.nn.shared_workloads import (
-    BACKENDS,
-    SCORES_BESIDE,
-    SCORES_KEPT,
-    TrainingWorkload,
-    carrier_bytes,
-    missing_kernel,
-    uncompilable,
-)
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
-from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -55,7 +47,7 @@ COMPILE_SECONDS = 600.0
 
 
 @workloads.register("transformer")
-class Transformer(TrainingWorkload):
+class Transformer(shared.TrainingWorkload):
     """A training step with every phase: the main workload of this tool.
 
     With compile=yes forward and backward are one graph each, whose parts are fused and indistinguishable: their time is
@@ -81,68 +73,59 @@ class Transformer(TrainingWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
         return (
-            Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
-            Axis("batch", "sequences in a micro-batch", ("auto",), auto_or(whole_number(high=4096))),
-            Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16))),
+            Axis.choice("size", f"the model: {', '.join(SIZES)}", *SIZES, default=size),
+            Axis.count("batch", "sequences in a micro-batch", "auto", high=4096),
+            Axis.count("sequence", "tokens in a sequence", "auto", high=1 << 16),
             Axis.count("micro_batches", "micro-batches accumulated in a step", "2", high=1024),
-            Axis(
+            Axis.choice(
                 "checkpointing",
                 "blocks: keep each block's input only, compute it again in backward",
-                (USUAL["checkpointing"],),
-                one_of("no", "blocks"),
+                "no",
+                "blocks",
             ),
-            Axis(
+            Axis.choice(
                 "compile",
                 "yes: torch.compile, forward and backward without phases (unattributed)",
-                (USUAL["compile"],),
-                one_of("no", "yes"),
+                "no",
+                "yes",
             ),
-            Axis(
-                "attention",
-                "torch's kernel for it; auto: torch's own choice",
-                (USUAL["attention"],),
-                one_of("auto", *BACKENDS),
-            ),
-            Axis(
+            Axis.choice("attention", "torch's kernel for it; auto: torch's own choice", "auto", *shared.BACKENDS),
+            Axis.choice(
                 "cut",
                 "block: a backend may take each block into one layer, without phases; linear: products alone",
-                (USUAL["cut"],),
-                one_of("linear", "block"),
+                "linear",
+                "block",
                 quiet=True,
             ),
-            Axis(
+            Axis.choice(
                 "fused",
                 "yes: AdamW in torch's one kernel; no: in the several that it takes without",
-                (USUAL["fused"],),
-                one_of("yes", "no"),
+                "yes",
+                "no",
                 quiet=True,
             ),
-            Axis(
+            Axis.choice(
                 "models",
                 "rlhf: beside the model (the actor) a critic that trains on the same batches, a reference "
                 "and a reward model that go forward alone, all as large",
-                (USUAL["models"],),
-                one_of("actor", "rlhf"),
+                "actor",
+                "rlhf",
                 quiet=True,
             ),
-            Axis(
+            Axis.choice(
                 "frozen",
                 f"of rlhf: what weights of the reference's and reward model's blocks are kept in: "
                 f"{', '.join(WEIGHT_FORMATS)}",
-                (USUAL["frozen"],),
-                one_of(*WEIGHT_FORMATS),
+                *WEIGHT_FORMATS,
+                default=USUAL["frozen"],
                 quiet=True,
             ),
-            Axis(
-                "weights",
-                "cached: cast once a step; recast: in every micro-batch",
-                (USUAL["weights"],),
-                one_of("cached", "recast"),
-            ),
+            Axis.choice("weights", "cached: cast once a step; recast: in every micro-batch", "cached", "recast"),
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        config, four = SIZES[str(params["size"])], _choice(params, "models") == "rlhf"
+        config = SIZES[str(params["size"])]
+        four = _choice(params, "models") == "rlhf"
         if not four and _choice(params, "frozen") != USUAL["frozen"]:
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
         if four and (_choice(params, "compile"), _choice(params, "cut")) != ("no", "linear"):
@@ -162,7 +145,8 @@ class Transformer(TrainingWorkload):
         # In fp32: weights, two moments, gradients, and the logits of a micro-batch.
         least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compiling = COMPILE_SECONDS if _choice(params, "compile") == "yes" else 0.0
-        flops, extra_bytes = config.step_flops(sequences, length), 0.0
+        flops = config.step_flops(sequences, length)
+        extra_bytes = 0.0
         if _choice(params, "models") == "rlhf":
             flops *= 2 + _FROZEN_WORK
             extra_bytes = 16.0 * config.weights + _frozen_bytes(params)
@@ -172,8 +156,10 @@ class Transformer(TrainingWorkload):
         """Counts the memory of an uncompiled step: weights, gradients and moments in fp32; what blocks keep of a
         micro-batch, or only their inputs and what one block keeps; logits with their gradients; and scores that are
         written to memory."""
-        config, length, batch = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
-        size = carrier_bytes(precision)
+        config = SIZES[str(params["size"])]
+        length = int(params["sequence"])
+        batch = int(params["batch"])
+        size = shared.carrier_bytes(precision)
         keys = 2 * config.key_heads * config.head_width
         # Both norms, queries, attention's output and the sum after it; before and after the activation.
         activations = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
@@ -181,7 +167,7 @@ class Transformer(TrainingWorkload):
         blocks = config.layers * config.width + activations if recomputes else config.layers * activations
         scores = 0.0
         if _choice(params, "attention") == "math":
-            matrices = SCORES_BESIDE + SCORES_KEPT * (1 if recomputes else config.layers)
+            matrices = shared.SCORES_BESIDE + shared.SCORES_KEPT * (1 if recomputes else config.layers)
             scores = matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
         states = 16.0 * config.weights
@@ -192,7 +178,7 @@ class Transformer(TrainingWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
         grouped = SIZES[str(params["size"])].has_grouped_heads
-        missing = missing_kernel(_choice(params, "attention"), grouped, precision, facts)
+        missing = shared.missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
             return refused(missing)
         frozen = _choice(params, "frozen")
@@ -251,7 +237,7 @@ class Transformer(TrainingWorkload):
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.is_native and _choice(params, "compile") == "yes":
-            reason = uncompilable(precision, SIZES[str(params["size"])], tokens)
+            reason = shared.uncompilable(precision, SIZES[str(params["size"])], tokens)
             if reason:
                 return refused(reason)
         if support.is_native and tokens % along:
@@ -267,18 +253,19 @@ class Transformer(TrainingWorkload):
         return self._training_state(setup, _loader(setup))
 
     def _four(self, setup: Setup) -> FourModels:
+        from fp8bench.nn import rlhf
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.rlhf import FourModels, ReadBatches, frozen_models
 
-        count, frozen = int(setup.case.param("micro_batches")), _choice(setup.params, "frozen")
-        loader = ReadBatches(_loader(setup), count)
-        actor, critic = (
-            self._training_state(setup, loader),
-            self._training_state(replace(setup, draw=setup.draw + 1), loader),
-        )
+        count = int(setup.case.param("micro_batches"))
+        frozen = _choice(setup.params, "frozen")
+        loader = rlhf.ReadBatches(_loader(setup), count)
+        actor = self._training_state(setup, loader)
+        critic = self._training_state(replace(setup, draw=setup.draw + 1), loader)
         assert isinstance(actor.model, GPT)
-        frozen_pair = frozen_models(actor.model, _config(setup), int(setup.case.param("batch")), frozen, setup.seed)
-        return FourModels(actor, critic, frozen_pair, loader, count, {})
+        frozen_pair = rlhf.frozen_models(
+            actor.model, _config(setup), int(setup.case.param("batch")), frozen, setup.seed
+        )
+        return rlhf.FourModels(actor, critic, frozen_pair, loader, count, {})
 
     def _training_state(self, setup: Setup, loader: Loader) -> TrainingState:
         from fp8bench.nn.attention import attention_by
@@ -307,19 +294,19 @@ class Transformer(TrainingWorkload):
         state."""
         import torch
 
+        from fp8bench.nn import attention
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
-        from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
+        from fp8bench.numerics import norms
 
         def exactly() -> tuple[float, list[Tensor]]:
             exact = PlainArithmetic(torch.float64)
             # No fused kernel of a GPU takes fp64, and the scores of all heads and layers at once would not fit.
-            core = HeadwiseCore(FusedCore())
+            core = attention.HeadwiseCore(attention.FusedCore())
             model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
             return _gradients(setup, model, model, 1.0)
 
         reference_loss, reference = exactly() if setup.shared is None else setup.shared(exactly)
-        with WrittenScores() as written:
+        with attention.WrittenScores() as written:
             loss, gradients = self._first_gradients(setup)
         figures = {} if _choice(setup.params, "compile") == "yes" else {"scores_bytes": float(written.most)}
         if _choice(setup.params, "models") == "rlhf":
@@ -327,8 +314,8 @@ class Transformer(TrainingWorkload):
             four.step(SilentPhases())  # makes the moments
             figures |= four.figures()
         return {
-            "loss_error": relative_error(loss, reference_loss),
-            "gradient_error": joint_relative_frobenius(gradients, reference),
+            "loss_error": norms.relative_error(loss, reference_loss),
+            "gradient_error": norms.joint_relative_frobenius(gradients, reference),
             **figures,
         }
 
@@ -357,12 +344,13 @@ class Transformer(TrainingWorkload):
         in fp32 for any precision: fp16 without its loss scale would lose the smallest gradients uncounted."""
         import torch
 
-        from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
+        from fp8bench.nn import arithmetics
         from fp8bench.numerics.ranges import Ledger
 
-        ledger, plain = Ledger(), PlainArithmetic(torch.float32)
+        ledger = Ledger()
+        plain = arithmetics.PlainArithmetic(torch.float32)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
-        model = _model(setup, lambda name: count_casts(plain, kinds[name], ledger), plain.carrier)
+        model = _model(setup, lambda name: arithmetics.count_casts(plain, kinds[name], ledger), plain.carrier)
         model(*_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
         return tuple(

@@ -6,12 +6,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
-from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
+from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ def sizes_of(params: Scalars) -> VisionSizes:
 
 
 @workloads.register("vision")
-class Vision(TrainingWorkload):
-    """A vision model. Its first product and its head stay high, and so do elementwise operations, unless a map says
-    otherwise. Attention's core always stays high."""
+class Vision(shared.TrainingWorkload):
+    """A vision model. Its first product and its head stay high, and so do elementwise operations, unless a map changes
+    that. Attention's core always stays high."""
 
     name = "vision"
     summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
@@ -55,12 +54,11 @@ class Vision(TrainingWorkload):
             ("64", "224", "16", "1024", "2", "128") if facts.accelerated else ("8", "32", "8", "64", "1", "16")
         )
         return (
-            Axis(
+            Axis.each(
                 "model",
                 "resnet: its stem and a stage of bottlenecks; vit: patches and blocks; two-input: the tokens "
                 "of a vit ahead of a text's, and as many causal blocks over both",
-                _MODELS,
-                one_of(*_MODELS),
+                *_MODELS,
             ),
             Axis.count("batch", "images in a batch", batch, high=1 << 16),
             Axis.count("image", "height and width of an image", image, high=1 << 12),
@@ -81,11 +79,12 @@ class Vision(TrainingWorkload):
                 "contiguous",
                 "channels_last",
             ),
-            PASS,
+            shared.PASS,
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        model, layout = str(params["model"]), params["layout"]
+        model = str(params["model"])
+        layout = params["layout"]
         model_params = {name: value for name, value in params.items() if name not in _UNUSED[model]}
         # Sizes that would fail inside a layer are refused here, with a message on what to change.
         if int(params["width"]) % 16:
@@ -98,7 +97,7 @@ class Vision(TrainingWorkload):
             )
         if (
             model == "resnet"
-            and is_training(model_params)
+            and shared.is_training(model_params)
             and int(model_params["batch"]) * sizes_of(model_params).stage == 1
         ):
             raise UsageError(
@@ -113,7 +112,9 @@ class Vision(TrainingWorkload):
 
     def work(self, params: Scalars) -> Work:
         """Counts two products in training for the first layer and three for others: images need no gradient."""
-        sizes, batch, training = sizes_of(params), int(params["batch"]), is_training(params)
+        sizes = sizes_of(params)
+        batch = int(params["batch"])
+        training = shared.is_training(params)
         flops = (3 if training else 1) * sizes.attention_flops() + sum(
             2.0 * rows * weights * ((2 if kind == "stem" else 3) if training else 1)
             for kind, rows, weights in sizes.products()
@@ -144,16 +145,16 @@ class Vision(TrainingWorkload):
         sizes = sizes_of(params)
         resnet = sizes.model == "resnet"
         convolved = kind == "stem" or (kind == "block" and resnet)
-        support = convolution_support(precision, facts) if convolved else precision.support(facts)
+        support = shared.convolution_support(precision, facts) if convolved else precision.support(facts)
         outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
         narrow = sizes.inner if resnet else sizes.width  # all other sides are multiples of it
         stem = 3 * (7 if resnet else sizes.patch) ** 2
         sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
-        for product_kind, of_image, _ in sizes.products() if support.is_native else ():
-            rows = int(params["batch"]) * of_image
-            shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
-            if product_kind == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
-                return refused(wrong)
+        for product_kind, of_image, _ in sizes.products():
+            if product_kind == kind:
+                rows = int(params["batch"]) * of_image
+                shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
+                support = shared.require_fit(support, precision, rows, sides, shared.is_training(params), shown)
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | InferenceState:
@@ -174,16 +175,16 @@ class Vision(TrainingWorkload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.vision import outcome
-        from fp8bench.numerics.norms import joint_relative_frobenius, relative_error, relative_frobenius
+        from fp8bench.numerics import norms
 
         exact = PlainArithmetic(torch.float64)
         result, gradients = outcome(self.prepare(setup), setup.settles)
         exact_result, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
         if not gradients:
-            return {"output_error": relative_frobenius(result, exact_result)}
+            return {"output_error": norms.relative_frobenius(result, exact_result)}
         return {
-            "loss_error": relative_error(float(result), float(exact_result)),
-            "gradient_error": joint_relative_frobenius(gradients, exact_gradients),
+            "loss_error": norms.relative_error(float(result), float(exact_result)),
+            "gradient_error": norms.joint_relative_frobenius(gradients, exact_gradients),
         }
 
 
@@ -191,16 +192,16 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     """Builds a case's model from its seed, with the same weights for every arithmetic and layout, and its batches."""
     import torch
 
+    from fp8bench.nn import training_step, vision
     from fp8bench.nn.image_models import MODELS
-    from fp8bench.nn.training_step import new_state, seed_weights
-    from fp8bench.nn.vision import LAYOUTS, ImageLoader, inference
 
     params = setup.params
-    sizes, layout = sizes_of(params), LAYOUTS[str(params["layout"])]
-    with seed_weights(setup):
+    sizes = sizes_of(params)
+    layout = vision.LAYOUTS[str(params["layout"])]
+    with training_step.seed_weights(setup):
         model = MODELS[sizes.model](sizes, choose, layout)
     model = model.double() if carrier is torch.float64 else model
-    loader = ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
-    if not is_training(params):
-        return inference(model, loader)
-    return new_state(setup, model, loader, lambda phase: nullcontext())
+    loader = vision.ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
+    if not shared.is_training(params):
+        return vision.inference(model, loader)
+    return training_step.new_state(setup, model, loader, lambda phase: nullcontext())

@@ -13,8 +13,7 @@ from torch import Tensor
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.experts import BALANCE, ROWS, Experts
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.linear import Choose
-from fp8bench.nn.parts import FeedForward, gelu
+from fp8bench.nn.parts import gelu
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
@@ -26,11 +25,8 @@ EXACT = PlainArithmetic(torch.float64)
 
 
 def experts(arithmetic: Arithmetic, count: int = 4) -> Experts:
-    def expert(choose: Choose) -> FeedForward:
-        return FeedForward(32, 24, False, 1.0, choose)
-
     torch.manual_seed(1)
-    block = Experts(32, count, expert, lambda name: arithmetic)
+    block = Experts(count, 32, 24, False, 1.0, lambda name: arithmetic)
     with torch.no_grad():
         block.router.mul_(20)  # so that choices are clear and unbalanced
     return block

@@ -20,7 +20,6 @@ from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.experts import Experts
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parts import FeedForward
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
@@ -208,7 +207,7 @@ GROUPED = (
 
 def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
     torch.manual_seed(1)
-    block = Experts(32, 4, lambda choose: FeedForward(32, hidden, gated, 1.0, choose), lambda name: arithmetic)
+    block = Experts(4, 32, hidden, gated, 1.0, lambda name: arithmetic)
     with torch.no_grad():
         block.router.mul_(20)
         block.router[2] = -9 * block.router.sum(0)  # no token chooses it

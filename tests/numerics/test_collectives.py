@@ -227,7 +227,7 @@ def test_a_scale_is_the_largest_power_of_two_that_fits() -> None:
 
 def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainCall, "__call__", lambda self, given, size, around: given * size)
-    with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must come to 1\.0"):
+    with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must be 1\.0"):
         check_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")
 
 

@@ -119,7 +119,9 @@ def watched(step: Callable[[], object], *roots: nn.Module) -> list[TimedCall]:
 
 
 def backward_of(calls: list[TimedCall], name: str) -> list[str]:
-    return [call.module for call in calls if call.backward and call.operator is getattr(torch.ops.aten, name).default]
+    return [
+        call.where.module for call in calls if call.backward and call.operator is getattr(torch.ops.aten, name).default
+    ]
 
 
 @for_each("case", CASES)
@@ -130,8 +132,8 @@ def test_a_backward_operator_belongs_to_the_module_that_made_its_node(case: str)
     assert backward_of(calls, "sigmoid_backward") == ["region"] * sigmoids
     assert backward_of(calls, "tanh_backward") == ["Model"] * tanhs
     products = [call for call in calls if call.operator is torch.ops.aten.mm.default]
-    assert {one.module for one in products} == {"region"}
-    assert {call.module for call in calls if call.operator is torch.ops.aten.sum.default} == {""}
+    assert {one.where.module for one in products} == {"region"}
+    assert {call.where.module for call in calls if call.operator is torch.ops.aten.sum.default} == {""}
 
 
 def test_nothing_is_left_behind() -> None:
@@ -148,7 +150,7 @@ def test_nothing_is_left_behind() -> None:
         with pytest.raises(RuntimeError):
             failing(x)
         x.exp()
-    assert calls[-1].module == ""
+    assert calls[-1].where.module == ""
     with mode.watching():
         model(x).sum().backward()
     assert torch.equal(model.region.weight.grad, wanted)
@@ -179,7 +181,9 @@ def test_kinds_of_a_whole_step() -> None:
         one = torch.optim.SGD([parameter], 0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())  # type: ignore[misc]
     calls = watched(lambda: model(x).sum().backward(), model)
-    assert sum(call.optimizing for call in calls) >= 6 and all(call.backward for call in calls if call.optimizing)
+    assert sum(call.where.optimizing for call in calls) >= 6 and all(
+        call.backward for call in calls if call.where.optimizing
+    )
 
 
 ON_A_DEVICE = """
@@ -211,7 +215,7 @@ for multithreaded in (False, True):
         with mode.watching():
             model(x).backward(Pretended(ones))
     print(threads[-1] == threading.get_ident(), *(
-        f"{one.operator.overloadpacket.__name__}={one.module}" for one in mode.calls if one.backward))
+        f"{one.operator.overloadpacket.__name__}={one.where.module}" for one in mode.calls if one.backward))
 """
 
 

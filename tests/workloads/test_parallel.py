@@ -43,7 +43,7 @@ def test_one_process_is_not_parallel() -> None:
 
 def test_a_batch_has_an_equal_share_for_everybody() -> None:
     (first, *_) = planned(ranks=3, way="ddp", wire="fp32", batch="8")
-    assert "8 sequences are no equal share for each of 3 ranks: choose a multiple of 3" in first[1]
+    assert "8 sequences have no equal share for each of 3 ranks: choose a multiple of 3" in first[1]
     assert {level for _, level in planned(way="ddp", wire="fp32", batch="8")} == {""}
 
 

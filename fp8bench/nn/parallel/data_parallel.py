@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,9 @@ class DDPModel(Division):
     def __init__(self, job: Job) -> None:
         model = job.make()
         super().__init__(dict(model.named_parameters()), job.loss_scale)
-        self.module, self.group, self.sharers = model, job.group, job.group
+        self.module = model
+        self.group = job.group
+        self.sharers = job.group
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
@@ -53,14 +54,14 @@ class DDPModel(Division):
     def _send(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
         if self._witness is None:
             return hook(bucket)
-        gradients, done = bucket.buffer().clone(), hook(bucket)
+        gradients = bucket.buffer().clone()
+        done = hook(bucket)
         self._witness.look(gradients, done.wait(), self._fp8.mean_of)
         return done
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase
-        loss: Tensor = self._ddp(tokens, targets, phase)
-        return loss
+        return self._ddp(tokens, targets, phase)
 
     def _hook(self, wire: str) -> Hook | None:
         if is_silent(self.group) and not wire.startswith("fp8"):
@@ -76,13 +77,12 @@ class DDPModel(Division):
             sent = (gradients / self.group.size()).to(torch.bfloat16)
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None
-        done: Future[Tensor] = work.get_future().then(lambda _: gradients.copy_(sent))
-        return done
+        return work.get_future().then(lambda _: gradients.copy_(sent))
 
     def _in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
         """Sends codes of each rank's values and adds them up in float32: their scale leaves no room for sums."""
         gradients = bucket.buffer()
-        return _done(gradients.copy_(self._fp8.mean(gradients, self._phase)))
+        return _done(gradients.copy_(self._fp8.send(self._fp8.mean_of, gradients, self._phase)))
 
 
 def _done(values: Tensor) -> Future[Tensor]:
@@ -95,19 +95,22 @@ class ZeroModel(Division):
     """Each weight has one owner, which alone keeps its moments and updates it. Gradients go to the owners, and updated
     weights from there to all ranks.
 
-    In bf16 and FP8 an owner keeps float32 weights beside the model, which all ranks compute with as it was sent, the
-    owner too. In FP8 each weight and each gradient has its own scale.
+    In bf16 and FP8 an owner also keeps float32 weights; all ranks, the owner included, compute with the weights in the
+    precision of the wire. In FP8 each weight and each gradient has its own scale.
     """
 
     def __init__(self, job: Job) -> None:
         self.module = job.make()
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
         self.group = self.sharers = job.group
-        self._all_names, self._all_weights = self.names, self.weights
-        self._exchanges, sizes = RankGroup(job.group), [weight.numel() for weight in self.weights]
+        self._all_names = self.names
+        self._all_weights = self.weights
+        self._exchanges = RankGroup(job.group)
+        sizes = [weight.numel() for weight in self.weights]
         self._owned = OwnedTensors(self._exchanges, sizes, job.options["wire"])
         self.fp8_wire = self._owned.fp8
-        self.names, self.weights = self._owned.own(self.names), self._owned.own(self.weights)
+        self.names = self._owned.own(self.names)
+        self.weights = self._owned.own(self.weights)
         # Full-precision weights need no copy: what is sent is the weight itself.
         if job.options["wire"] != "fp32":
             self.weights = [weight.clone() for weight in self.weights]
@@ -141,7 +144,8 @@ class FSDPModel(Division):
 
     def __init__(self, job: Job) -> None:
         self.group = self.sharers = job.group
-        self.module, wire = job.make(), job.options["wire"]
+        self.module = job.make()
+        wire = job.options["wire"]
         self._in_codes = wire == "torchao_fp8"
         if wire.startswith(_TORCHAO):
             take_torchao_layers(self.module, job.emulated, self._in_codes)
@@ -158,7 +162,8 @@ class FSDPModel(Division):
                 self._compute_scales()
 
     def full_weights(self) -> dict[str, Tensor]:
-        group, parts = RankGroup(self.group), zip(self.names, self.weights, strict=True)
+        group = RankGroup(self.group)
+        parts = zip(self.names, self.weights, strict=True)
         return {name: torch.cat(group.all_of(part.contiguous())) for name, part in parts}
 
     def _compute_scales(self) -> None:
@@ -183,13 +188,11 @@ def take_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
             plain = nn.Linear(inputs, outputs, bias=False, device="meta")
             plain.weight = layer.weight
             layer8 = Float8Linear.from_float(plain, config)
-            layer8.forward = partial(_under_gemm, layer8.forward, layer.arithmetic.carrier)
+            multiply = layer8.forward
+            carrier = layer.arithmetic.carrier
+            layer8.forward = lambda x, phase, by=multiply, to=carrier: region(phase.gemm, by, x.to(to))
             owner, _, name = path.rpartition(".")
             setattr(model.blocks.get_submodule(owner), name, layer8)
-
-
-def _under_gemm(multiply: Callable[[Tensor], Tensor], carrier: torch.dtype, x: Tensor, phase: Phases) -> Tensor:
-    return region(phase.gemm, multiply, x.to(carrier))
 
 
 def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:

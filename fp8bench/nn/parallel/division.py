@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fp8bench.model import MemoryRole
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness
+from fp8bench.nn.parallel.exchanges import FP8Wire, RankGroup, WireWitness
 from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.protocols import Phases, Role
 
@@ -25,32 +25,42 @@ class Division:
 
     A step calls `loss`, `gradients`, then updates `weights` in place, then `send_updates` and `drop_gradients`.
     `weights` are plain tensors, `names` their paths in the whole model; `module` has their parameters. `sharers` are
-    the ranks that divide a batch, None where each reads all of it; `fp8_wire` sends in FP8 where anything does.
+    the ranks that divide a batch, None where each reads all of it; `fp8_wire` sends in FP8 where anything does. Ranks
+    of a `_shared` group exchange tensors inside the model, and sum the gradients of the `common` parameters that all
+    of them have.
     """
 
     group: ProcessGroup
     module: nn.Module
     sharers: ProcessGroup | None = None
     fp8_wire: FP8Wire | None = None
+    _shared: RankGroup | None = None
+    common: Sequence[nn.Parameter] = ()
 
     def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float) -> None:
-        self.names, self.parameters = list(named), list(named.values())
+        self.names = list(named)
+        self.parameters = list(named.values())
         self.loss_scale = loss_scale
         self.weights = [local(parameter.detach()) for parameter in self.parameters]
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        """Forward and backward of a whole batch; returns the mean loss of this rank's share."""
+        """Runs forward and backward of a whole batch; returns the mean loss of this rank's share."""
+        shared = self._shared
+        if shared is not None:
+            shared.phase = phase
         with phase.elementwise:
             loss = self.forward(self.share_of(tokens), self.share_of(targets), phase)
-            (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
+            ranks = shared.size if shared is not None and self.common else 1
+            (loss * (self.loss_scale / ranks)).backward()  # type: ignore[no-untyped-call]
+            if shared is not None and self.common:
+                shared.added_together([part.grad for part in self.common if part.grad is not None])
         return loss.detach()
 
     def share_of(self, batch: Tensor) -> Tensor:
         return batch if self.sharers is None else batch.chunk(self.sharers.size())[self.sharers.rank()]
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        loss: Tensor = self.module(tokens, targets, phase)
-        return loss
+        return self.module(tokens, targets, phase)
 
     def gradients(self) -> list[Tensor]:
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
@@ -59,7 +69,7 @@ class Division:
         return gradients
 
     def send_updates(self, phase: Phases) -> None:
-        """Give the ranks that hold copies of the weights their new values."""
+        """Sends the new weights to the ranks that hold copies of them."""
 
     def figures(self) -> dict[str, float]:
         return {}
@@ -104,8 +114,7 @@ def silent_group() -> ProcessGroup:
     # The import registers the backend, which returns what it is given.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-    group: ProcessGroup = dist.new_group(list(range(dist.get_world_size())), backend="fake")
-    return group
+    return dist.new_group(list(range(dist.get_world_size())), backend="fake")
 
 
 class Undivided(Division):

@@ -1,5 +1,5 @@
-"""What the ranks of a group exchange inside a model, forward and backward, under the phase communication. In FP8 they
-exchange codes, which are added up in float32.
+"""Exchanges between the ranks of a group inside a model, forward and backward, under the phase communication. In FP8
+they exchange codes, which are added up in float32.
 
 Each exchange is reversed in backward: where a tensor is copied to all ranks their gradients are added up, and where
 tensors are added up each rank gets the gradient whole. The same holds for tokens that are gathered or scattered.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -92,7 +93,7 @@ class RankGroup:
             return part[0]
 
     def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends so many rows of x to each rank, in their order; returns those that each has sent here."""
+        """Sends rows of x to each rank, as many as `sent` has for it; returns the rows that each has sent here."""
         with self.phase.communication:
             got = x.new_zeros(sum(received), *x.shape[1:])
             if not self.silent:
@@ -138,8 +139,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchange(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    y: Tensor = _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return y
+    return _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
 
 
 def copy_to_ranks(x: Tensor, group: RankGroup) -> Tensor:
@@ -159,8 +159,8 @@ def scatter(x: Tensor, group: RankGroup) -> Tensor:
 
 
 def all_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of a group passes here, in their order; tuples become lists. As JSON, because torch would unpickle
-    any other object that it is sent."""
+    """Returns the answers of all ranks of a group, in their order; tuples become lists. They travel as JSON, because
+    torch would unpickle any other object."""
     text = json.dumps(answer).encode()
     size = dist.get_world_size(group)
     lengths = list(torch.zeros(size, 1, dtype=torch.int64))
@@ -186,25 +186,11 @@ class FP8Wire:
     """Exchanges float32 vectors over a group by the programs of numerics/collectives.py."""
 
     def __init__(self, group: dist.ProcessGroup, algorithm: str = TWOSHOT) -> None:
-        self.group, self.way = group, algorithm
-        self._rank, self._size = group.rank(), group.size()
+        self.group = group
+        self.way = algorithm
+        self._rank = group.rank()
+        self._size = group.size()
         self._witness: WireWitness | None = None
-
-    def mean(self, values: Tensor, phase: Phases) -> Tensor:
-        return self._send(self.mean_of, values, phase)
-
-    def part_of_mean(self, values: Tensor, phase: Phases) -> Tensor:
-        return self._send(self._part_of, values, phase)
-
-    def join(self, part: Tensor, phase: Phases) -> Tensor:
-        return self._send(self._joined_of, part, phase)
-
-    def own_tensors_of_mean(self, values: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        """The mean of this rank's tensors, with a scale each; `values` has all ranks' tensors in their order."""
-        return self._send(lambda own_values, rank: mean_of_tensors(own_values, rank, pieces), values, phase)
-
-    def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        return self._send(lambda values, rank: transport_tensors(values, rank, pieces), part, phase)
 
     def watch(self) -> WireWitness:
         self._witness = WireWitness(self.group)
@@ -215,15 +201,16 @@ class FP8Wire:
         mean = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
         return mean.values[: values.numel()]
 
-    def _part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
+    def part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         mean = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
         return mean.values
 
-    def _joined_of(self, part: Tensor, rank: int) -> Program[Tensor]:
+    def join(self, part: Tensor, rank: int) -> Program[Tensor]:
         joined = yield from transport(part)
         return joined.values
 
-    def _send(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
+    def send(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
+        """Returns this rank's result of a program that all ranks run together."""
         with phase.cast:
             got = self._result(program(values, self._rank), phase)
         if self._witness is not None:
@@ -242,13 +229,16 @@ class FP8Group(RankGroup):
         self.wire = FP8Wire(self.handle)
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
-        return (self.wire.mean(_flat(x), self.phase) * self.size).view(x.shape).to(x.dtype)
+        return (self._send(self.wire.mean_of, x) * self.size).view(x.shape).to(x.dtype)
 
     def all_parts(self, x: Tensor) -> Tensor:
-        return self.wire.join(_flat(x), self.phase).view(self.size, *x.shape).to(x.dtype)
+        return self._send(self.wire.join, x).view(self.size, *x.shape).to(x.dtype)
 
     def own_part(self, parts: Tensor) -> Tensor:
-        return (self.wire.part_of_mean(_flat(parts), self.phase) * self.size).view(parts.shape[1:]).to(parts.dtype)
+        return (self._send(self.wire.part_of, parts) * self.size).view(parts.shape[1:]).to(parts.dtype)
+
+    def _send(self, program: OfRank, x: Tensor) -> Tensor:
+        return self.wire.send(program, x.to(torch.float32).flatten(), self.phase)
 
 
 class WireWitness:
@@ -256,7 +246,8 @@ class WireWitness:
     bit."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._wrong = group, ""
+        self._group = group
+        self._wrong = ""
 
     def look(self, values: Tensor, got: Tensor, program: OfRank) -> None:
         """All ranks have to call this for every exchange, because they ask each other for their values."""
@@ -273,10 +264,6 @@ class WireWitness:
         return first_mistake(self._wrong, self._group)
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.to(torch.float32).flatten()
-
-
 T = TypeVar("T")
 
 
@@ -284,7 +271,8 @@ class OwnedTensors:
     """Tensors with one owner each, given by their numbers of elements; `wire` is the format that they travel in."""
 
     def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
-        self._group, self.owners = group, owners(sizes, group.size)
+        self._group = group
+        self.owners = owners(sizes, group.size)
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
         self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
         owned = [self.of(owner, sizes) for owner in range(group.size)]
@@ -300,8 +288,8 @@ class OwnedTensors:
         """The means over all ranks of the tensors that this one owns; `gradients` may be overwritten."""
         if self.fp8 is not None:
             by_owner = [_row(self.of(owner, gradients)) for owner in range(self._group.size)]
-            own_means = self.fp8.own_tensors_of_mean(torch.cat(by_owner), self._pieces, phase)
-            return _apart(own_means, self.own(gradients))
+            mean = partial(mean_of_tensors, pieces=self._pieces)
+            return _apart(self.fp8.send(mean, torch.cat(by_owner), phase), self.own(gradients))
         self._group.phase = phase
         with phase.cast:
             sent = [gradient.to(self.sent_as) for gradient in gradients]  # no copies in float32
@@ -311,9 +299,9 @@ class OwnedTensors:
         return means
 
     def put(self, owned: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
-        """Copies each owner's tensors into `wholes` on every rank, the owner included, as they were sent."""
+        """Copies each owner's tensors into `wholes` on every rank, the owner included, in the precision of the wire."""
         if self.fp8 is not None:
-            every = self.fp8.joined_tensors(_row(owned), self._pieces, phase)
+            every = self.fp8.send(partial(transport_tensors, pieces=self._pieces), _row(owned), phase)
             for owner, row in enumerate(torch.split(every, [some.size for some in self._pieces])):
                 theirs = self.of(owner, wholes)
                 torch._foreach_copy_(theirs, _apart(row, theirs))
@@ -322,7 +310,7 @@ class OwnedTensors:
         with phase.cast:
             sent = [tensor.to(self.sent_as) for tensor in self.newest(owned, wholes)]
         self._group.from_owners(sent, self.owners)
-        # Tensors that are their own message lie in place already.
+        # A tensor that was sent without a conversion is in place already.
         pairs = [(weight, tensor) for weight, tensor in zip(wholes, sent, strict=True) if weight is not tensor]
         if pairs:
             torch._foreach_copy_([weight for weight, _ in pairs], [tensor for _, tensor in pairs])
@@ -336,8 +324,9 @@ class OwnedTensors:
 
 
 def owners(elements: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each tensor: the largest first, each to the rank with the fewest elements so far."""
-    owned, owner = [0] * ranks, [0] * len(elements)
+    """Chooses the owner of each tensor: the largest first, each to the rank with the fewest elements at that time."""
+    owned = [0] * ranks
+    owner = [0] * len(elements)
     for place in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
         owner[place] = owned.index(min(owned))
         owned[owner[place]] += elements[place]

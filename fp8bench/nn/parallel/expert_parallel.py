@@ -29,8 +29,12 @@ class RankedExperts(Experts):
 
     def __init__(self, experts: Experts, group: RankGroup, wire: str) -> None:
         nn.Module.__init__(self)
-        self.router, self.count, self.balance = experts.router, experts.count, None
-        self.group, self.wire, self.ranks = group, wire, group.size
+        self.router = experts.router
+        self.count = experts.count
+        self.balance = None
+        self.group = group
+        self.wire = wire
+        self.ranks = group.size
         share = experts.count // group.size
         self.own = range(share * group.rank, share * (group.rank + 1))
         self.experts = nn.ModuleList(experts.experts[number] for number in self.own)  # type: ignore[assignment]
@@ -65,11 +69,8 @@ class RankedExperts(Experts):
         return self._exchange(outputs[order.argsort()], received, sent, _wire_back(self.wire))
 
     def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
-        return exchange(
-            x,
-            lambda rows: self._send(rows, sent, received, wire),
-            lambda gradient: self._send(gradient, received, sent, _wire_back(wire)),
-        )
+        back = _wire_back(wire)
+        return exchange(x, lambda y: self._send(y, sent, received, wire), lambda y: self._send(y, received, sent, back))
 
     def _send(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
         if wire == "stream":
@@ -101,16 +102,19 @@ class ExpertsByRanks(Division):
     """A rank's experts, and all else of the model, which reads the rank's share of a batch."""
 
     module: GPT
+    _shared: RankGroup
 
     def __init__(self, job: Job) -> None:
         self.group = self.sharers = job.group
-        self._shared, self.module = RankGroup(job.group), job.make()
+        self._shared = RankGroup(job.group)
+        self.module = job.make()
         for block in self.module.blocks:
             assert isinstance(block, Block) and isinstance(block.mlp, Experts)
             block.mlp = RankedExperts(block.mlp, self._shared, job.options["wire"])
         self._experts_each = job.config.experts // self._shared.size
         named = {self._whole_name(name, self._shared.rank): part for name, part in self.module.named_parameters()}
         super().__init__(named, job.loss_scale)
+        self.common = [part for name, part in named.items() if _EXPERTS not in name]
 
     def _whole_name(self, name: str, rank: int) -> str:
         """The name in the whole model of a rank's parameter."""
@@ -119,16 +123,6 @@ class ExpertsByRanks(Division):
             return name
         number, _, weight = layer.partition(".")
         return f"{block}{experts}{int(number) % self._experts_each + rank * self._experts_each}.{weight}"
-
-    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        self._shared.phase = phase
-        with phase.elementwise:
-            loss = self.forward(self.share_of(tokens), self.share_of(targets), phase)
-            (loss * (self.loss_scale / self._shared.size)).backward()  # type: ignore[no-untyped-call]
-            pairs = zip(self.names, self.parameters, strict=True)
-            common = [part.grad for name, part in pairs if part.grad is not None and _EXPERTS not in name]
-            self._shared.added_together(common)
-        return loss.detach()
 
     def full_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}

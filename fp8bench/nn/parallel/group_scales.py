@@ -1,12 +1,13 @@
 """Scales of tensors that ranks have shares of.
 
-No rank knows the largest magnitude of a tensor that is cut. `own` scales each share by its own; `group` asks all ranks
-for the largest before every cast, so that codes are those of one rank.
+No rank knows the largest magnitude of a tensor that is cut. `own` scales each share by its own magnitude; `group` asks
+all ranks for the largest before every cast, so that codes are those of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -22,20 +23,21 @@ from fp8bench.protocols import Arithmetic, Role
 Largest = Callable[[Tensor], Tensor]
 
 
+@dataclass(eq=False)
 class CurrentOfGroup:
     """Scales by a tensor's largest magnitude over all ranks."""
 
-    def __init__(self, largest: Largest, treatment: Treatment) -> None:
-        self._largest, self._treatment = largest, treatment
-        self.last: ScalePair | None = None
+    _largest: Largest
+    treatment: Treatment
+    last: ScalePair | None = None
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         if repeat and self.last is not None:
             return self.last
-        scaling = self._treatment.scaling
+        scaling = self.treatment.scaling
         assert scaling is not None
         amax = self._largest(largest_magnitude(x) if amax is None else amax)
-        self.last = ScalePair(*current_scale(amax, self._treatment.fmt, scaling.rounding))
+        self.last = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
         return self.last
 
 

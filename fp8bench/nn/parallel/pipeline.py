@@ -23,7 +23,9 @@ class Stage(nn.Module):
     def __init__(self, model: GPT, rank: int, ranks: int) -> None:
         super().__init__()
         share = len(model.blocks) // ranks
-        self.first, self.last, self.before = rank == 0, rank == ranks - 1, rank * share
+        self.first = rank == 0
+        self.last = rank == ranks - 1
+        self.before = rank * share
         # The first and the last rank have a copy of a tied head's weight each.
         self.tied = ranks > 1 and (self.first or self.last) and model.head.weight is model.embedding
         model.blocks = model.blocks[self.before : self.before + share]
@@ -94,7 +96,8 @@ class GPipe(Division):
     def __init__(self, job: Job) -> None:
         model = job.make()
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        rank, ranks = job.group.rank(), job.group.size()
+        rank = job.group.rank()
+        ranks = job.group.size()
         self.module = Stage(model, rank, ranks)
         super().__init__(self.module.named_weights(), job.loss_scale)
         self.group = job.group

@@ -5,19 +5,17 @@ is furthest off, and the gain, how many times one rank's change is contained in 
 its square, so a gain can be held much closer than a distance.
 
 | what rounds most             | honest: distance, furthest, gain | limits              |
-|------------------------------|----------------------------------|---------------------|
-| order of float32 sums        | 5e-6, 5e-5, 1e-6                 | 0.001, 0.001, 0.001 |
-| 16 bits, made or sent        | 0.014, 0.02, 0.001               | 0.03, 0.04, 0.01    |
-| FP8, gradients sent          | 0.042, 0.05, 0.002               | 0.12, 0.15, 0.01    |
-| FP8, weights or tokens sent  | 0.13, 0.16, 0.006                | 0.2, 0.25, 0.02     |
-| FP8, a scale a row or block  | 0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     |
-| FP8, a scale a tensor        | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08      |
-| fewer bits                   | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
-| a router's choice, besides   | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
+|------------------------------|----------------------------------|---------------------| | order of float32 sums
+| 5e-6, 5e-5, 1e-6                 | 0.001, 0.001, 0.001 | | 16 bits, made or sent        | 0.014, 0.02, 0.001
+| 0.03, 0.04, 0.01    | | FP8, gradients sent          | 0.042, 0.05, 0.002               | 0.12, 0.15, 0.01    | | FP8,
+weights or tokens sent  | 0.13, 0.16, 0.006                | 0.2, 0.25, 0.02     | | FP8, a scale a row or block  |
+0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     | | FP8, a scale a tensor        | 0.28, 0.3, 0.03
+| 0.4, 0.5, 0.08      | | fewer bits                   | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     | | a
+router's choice, as well   | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
 
-Weights and tokens sent in FP8 are cast once more for products, so both roundings add up. Where anything rounds, a
-router sends a token near a boundary to another expert, whose weights then change by it: an expert with few tokens is
-then far off.
+Weights and tokens sent in FP8 are cast again for products, so both roundings add up. Where anything rounds, a router
+sends a token near a boundary to a different expert, whose weights then change by it: an expert with few tokens is then
+far off.
 
 A mistake in scales, or in a mean sent in FP8, may be far below rounding: model.py and exchanges.py find those.
 """
@@ -115,9 +113,13 @@ class Limits(NamedTuple):
         return "; ".join(sentences)
 
 
-_EXACT, _IN_16_BITS, _NARROWER = Limits(1e-3, 1e-3, 1e-3), Limits(0.03, 0.04, 0.01), Limits(0.65, 0.9, 0.21)
-_FP8_SENT, _FP8_BY_BLOCKS = Limits(0.12, 0.15, 0.01), Limits(0.2, 0.25, 0.02)
-_FP8_TOKENS_SENT, _FP8_BY_TENSORS = _FP8_BY_BLOCKS, Limits(0.4, 0.5, 0.08)
+_EXACT = Limits(1e-3, 1e-3, 1e-3)
+_IN_16_BITS = Limits(0.03, 0.04, 0.01)
+_NARROWER = Limits(0.65, 0.9, 0.21)
+_FP8_SENT = Limits(0.12, 0.15, 0.01)
+_FP8_BY_BLOCKS = Limits(0.2, 0.25, 0.02)
+_FP8_TOKENS_SENT = _FP8_BY_BLOCKS
+_FP8_BY_TENSORS = Limits(0.4, 0.5, 0.08)
 _CHOSEN_OTHERWISE = Limits(0.4, 0.9, 0.1)
 _BYTE = 8
 
@@ -126,14 +128,13 @@ def limits_of(precisions: Iterable[Precision], wire: str, load: str = "") -> Lim
     """The limits of a case with products in these precisions, exchanges in the format `wire` ('' without a choice), and
     that load of experts."""
     products = max(map(_of_products, precisions))
-    limits = products.combined_with(_FP8_TOKENS_SENT) if wire == "fp8" else max(products, _of_wire(wire))
+    if wire == "fp8":
+        limits = products.combined_with(_FP8_TOKENS_SENT)
+    elif wire in ("", "fp32", "stream", "torchao_fp32"):
+        limits = max(products, _EXACT)
+    else:
+        limits = max(products, _IN_16_BITS if wire == "bf16" else _FP8_SENT)
     return limits.combined_with(_CHOSEN_OTHERWISE) if load == "router" and limits > _EXACT else limits
-
-
-def _of_wire(wire: str) -> Limits:
-    if wire in ("", "fp32", "stream", "torchao_fp32"):
-        return _EXACT
-    return _IN_16_BITS if wire == "bf16" else _FP8_SENT
 
 
 def _of_products(precision: Precision) -> Limits:
@@ -183,31 +184,33 @@ def new_state(model: Division, loader: TokenLoader, facts: DeviceFacts, plain: b
 
 
 def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apart:
-    """Compares so many steps with those of one rank. Raises NotTheSame where a rank's scales or exchanges are wrong:
-    much of that would be less than rounding."""
+    """Compares this number of steps with those of one rank. Raises NotTheSame where a rank's scales or exchanges are
+    wrong: much of that would be less than rounding."""
     # 1. Train both, and watch what ranks exchange.
     witnesses = together.model.witnesses()
     initial = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
-    phase, gaps = SilentPhases(), []
+    phase = SilentPhases()
+    gaps = []
     for _ in range(steps):
         loss = together.model.whole_loss(together.train_step(phase))
         gaps.append((loss.double() - alone.train_step(phase).double()).abs().max())
 
-    # 2. All ranks have to ask every witness, whatever the ones before it say.
+    # 2. All ranks have to ask every witness, even after a mistake.
     mistakes = [witness.mistake() for witness in witnesses]
     for mistake in filter(None, mistakes):
         raise NotTheSame(mistake)
 
     # 3. Compare the weights, and what the steps have changed in them.
-    weights, reference = together.model.full_weights(), alone.model.full_weights()
-    distances, updates = [], {}
+    weights = together.model.full_weights()
+    reference = alone.model.full_weights()
+    distances = []
+    updates = {}
     for name, tensor in initial.items():
-        weight, exact = weights[name].double(), reference[name].double()
+        weight = weights[name].double()
+        exact = reference[name].double()
         distances.append((weight - exact).abs().max())
-        updates[name] = _update(weight - tensor, exact - tensor)
+        change = weight - tensor
+        exact_change = exact - tensor
+        sums = (change - exact_change).square().sum(), exact_change.square().sum(), (change * exact_change).sum()
+        updates[name] = WeightUpdate(*map(float, sums))
     return Apart(float(max(gaps)), float(max(distances)), updates)
-
-
-def _update(change: Tensor, exact: Tensor) -> WeightUpdate:
-    squared = (change - exact).square().sum(), exact.square().sum(), (change * exact).sum()
-    return WeightUpdate(*map(float, squared))

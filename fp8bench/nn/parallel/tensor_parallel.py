@@ -63,9 +63,12 @@ class TensorCut(Division):
     enter: Exchange = staticmethod(copy_to_ranks)
     leave: Exchange = staticmethod(add_over_ranks)
     module: GPT
+    _shared: RankGroup
 
     def __init__(self, job: Job) -> None:
-        self._shared, self._config, self._amax = self._group(job), job.config, job.options["amax"]
+        self._shared = self._group(job)
+        self._config = job.config
+        self._amax = job.options["amax"]
         self.module = job.make()
         share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
         named = dict(self.module.named_parameters())
@@ -75,10 +78,6 @@ class TensorCut(Division):
 
     def _group(self, job: Job) -> RankGroup:
         return RankGroup(job.group)
-
-    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        self._shared.phase = phase
-        return super().loss(tokens, targets, phase)
 
     def shared_roles(self, layer: str) -> Collection[Role]:
         cut = cut_of(f"{layer}.weight", self._config)
@@ -100,6 +99,10 @@ class SequenceCut(TensorCut):
     enter = staticmethod(gather)
     leave = staticmethod(scatter)
 
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.common = [part for part, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
+
     def _group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":
             return RankGroup(job.group)
@@ -107,17 +110,10 @@ class SequenceCut(TensorCut):
         self.fp8_wire = group.wire
         return group
 
-    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared
-        group.phase = phase
-        with phase.elementwise:
-            stream = self.module.run_blocks(group.own(self.module.embed(tokens)), phase, tokens.shape[1])
-            loss = self.module.loss_of(self.module.read_logits(stream, phase), group.own(targets))
-            (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
-            pairs = zip(self.parameters, self._cuts, strict=True)
-            common = [parameter.grad for parameter, cut in pairs if cut is None and parameter.grad is not None]
-            group.added_together(common)
-        return loss.detach()
+        stream = self.module.run_blocks(group.own(self.module.embed(tokens)), phase, tokens.shape[1])
+        return self.module.loss_of(self.module.read_logits(stream, phase), group.own(targets))
 
 
 class TensorFSDP(TensorCut):
@@ -126,7 +122,8 @@ class TensorFSDP(TensorCut):
 
     def __init__(self, job: Job) -> None:
         mesh = _pairs(job.group, job.facts.kind)
-        self._pair, self.sharers = mesh.get_group("tensor"), mesh.get_group("data")
+        self._pair = mesh.get_group("tensor")
+        self.sharers = mesh.get_group("data")
         super().__init__(replace(job, group=self._pair))
         shard(self.module, mesh["data"], "fp32")
         Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
@@ -146,7 +143,8 @@ def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     """The mesh (data, tensor), in which neighbouring ranks share tensors. Its groups have the backend of the whole
     group, which may send nothing."""
     all_ranks = dist.get_process_group_ranks(group)
-    mesh, this_rank = torch.tensor(all_ranks).view(-1, 2), all_ranks[group.rank()]
+    mesh = torch.tensor(all_ranks).view(-1, 2)
+    this_rank = all_ranks[group.rank()]
     backend = dist.get_backend(group)
     groups = {}
     for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.parallel.division import Division
 
 
-OUTPUTS, INPUTS = 0, 1
+OUTPUTS = 0
+INPUTS = 1
 # Which ranks' largest magnitude scales a part of a tensor.
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
 # Axes that only some ways have, with their explanations.
@@ -54,10 +55,10 @@ class ParallelCase:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank needs to make its part of a model.
+    """All that a rank needs to make its part of a model.
 
     `make` gives the whole model, with the same weights on every rank. Everything is sent through `group`, which may be
-    one that sends nothing. `emulated` says that the device has no kernels for the precision.
+    one that sends nothing. `emulated` means that the device has no kernels for the precision.
     """
 
     make: Callable[[], GPT]
@@ -74,8 +75,8 @@ class Job:
 class Way:
     """A way of dividing one model among several ranks.
 
-    `refuse` says why a case is impossible, '' if it is not. `divide` makes this rank's part of the model; all ranks
-    call it at once. `options` are the way's axes, of OPTIONS, with all their values. `experts` is the number of experts
+    `refuse` returns why a case is impossible, or ''. `divide` makes this rank's part of the model; all ranks call it at
+    once. `options` are the way's axes, of OPTIONS, with all their values. `experts` is the number of experts
     in each feed-forward block, each half as wide; 0 for none.
     """
 
@@ -136,11 +137,10 @@ def uncuttable(config: GPTConfig, ranks: int) -> str:
 
 
 def _divide_by(path: str) -> Callable[[Job], Division]:
-    """Divides a model by a class of another module here, which is imported late because it needs torch."""
+    """Returns a function that divides a model by a class of this package, imported late because it needs torch."""
 
     def divide(job: Job) -> Division:
-        division: Division = resolve_name(f"{__package__}.{path}")(job)
-        return division
+        return resolve_name(f"{__package__}.{path}")(job)
 
     return divide
 
@@ -148,14 +148,16 @@ def _divide_by(path: str) -> Callable[[Job], Division]:
 def refuse_batch(case: ParallelCase) -> str:
     if case.batch % case.ranks:
         return (
-            f"{case.batch} sequences are no equal share for each of {case.ranks} ranks: choose a multiple of "
+            f"{case.batch} sequences have no equal share for each of {case.ranks} ranks: choose a multiple of "
             f"{case.ranks}"
         )
     return ""
 
 
 def refuse_rows(case: ParallelCase) -> str:
-    config, ranks, wire = case.config, case.ranks, case.options["wire"]
+    config = case.config
+    ranks = case.ranks
+    wire = case.options["wire"]
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
     if not config.modern:
         rows["the sequence"] = config.sequence
@@ -182,7 +184,9 @@ def refuse_owners(case: ParallelCase) -> str:
 
 
 def refuse_stages(case: ParallelCase, fewest: int = 1) -> str:
-    layers, ranks, parts = case.config.layers, case.ranks, int(case.options["microbatches"])
+    layers = case.config.layers
+    ranks = case.ranks
+    parts = int(case.options["microbatches"])
     if layers % ranks:
         return f"{layers} layers have no equal share for each of {ranks} ranks: choose another size"
     if case.batch % parts:
@@ -227,7 +231,7 @@ def refuse_pairs(case: ParallelCase) -> str:
 
 
 class ScaleTraffic(NamedTuple):
-    """What ranks exchange in a step to cast by common scales: messages that are waited for, and bytes of a rank."""
+    """Exchanges of a step for casts by common scales: messages that are waited for, and bytes of a rank."""
 
     messages: int
     bytes: float
@@ -281,10 +285,10 @@ WAYS = {
             _divide_by("pipeline:GPipe"),
             _MICROBATCHES,
         ),
-        # As many bytes as tp, but less memory: what lies between the parts of a block is divided, too.
+        # As many bytes as tp, but less memory: tensors between the parts of a block are divided as well.
         Way(
             "sp",
-            "tp, and of what lies between a block's parts a rank has its tokens only: gathered before, scattered after",
+            "tp, and between a block's parts a rank has its tokens only: gathered before, scattered after",
             refuse_token_cut,
             _divide_by("tensor_parallel:SequenceCut"),
             {"wire": ("stream", "fp8"), **_AMAX},

@@ -1,4 +1,4 @@
-"""What a step sends, at the level of torch's operators: counted by operation and dtype, and sent again by itself."""
+"""Counts what a step sends, at the level of torch's operators, by operation and dtype, and sends it again by itself."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     def __init__(self, rank: int = 0, repeatable: bool = True) -> None:
         """If `repeatable` the operations can be sent again, which keeps tensors as large as theirs."""
         super().__init__()
-        self._rank, self._keeps = rank, repeatable
+        self._rank = rank
+        self._keeps = repeatable
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._again: list[tuple[Any, Any]] = []
@@ -91,7 +92,9 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         """The same operations on zeros, each waited for; sends and receives are waited for together at the end."""
         open_works = []
         for func, args in self._again:
-            works = _works(func(*args))
+            leaves = tree_leaves(func(*args))
+            works: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+            works = works or [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if func.name().partition(".")[0] in _FROM_TO:
                 open_works += works
             else:
@@ -118,11 +121,6 @@ def _size(args: Sequence[Any]) -> int:
     if boxed:
         return int(dist.ProcessGroup.unbox(boxed[0]).size())
     return int(_resolve_process_group(args[-1]).size())
-
-
-def _works(result: Any) -> list[Any]:
-    boxed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
-    return boxed or [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _wait(works: Sequence[Any]) -> None:

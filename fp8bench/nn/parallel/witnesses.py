@@ -1,4 +1,4 @@
-"""Witnesses of the scales that ranks cast with. What is sent in FP8 has its own in nn/parallel/exchanges.py.
+"""Witnesses of the scales that ranks cast with; nn/parallel/exchanges.py has that of exchanges in FP8.
 
 A share's scale that is twice too large changes less than honest rounding does, and one that is half of it next to
 nothing. So scales are compared bit for bit with those that follow from the recorded magnitudes.
@@ -7,6 +7,7 @@ nothing. So scales are compared bit for bit with those that follow from the reco
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,19 +26,22 @@ from fp8bench.protocols import Role
 Shared = Callable[[str], Collection[Role]]
 
 
+@dataclass(eq=False)
 class _WatchedScale:
     """Wraps a source of scales; records its scales and the magnitudes of the tensors, and computes what they should be.
 
-    `shared` says that ranks share the scale. Repeated casts are not recorded.
+    Ranks have the same scale if it is `shared`. Repeated casts are not recorded.
     """
 
-    def __init__(self, source: NextScale, treatment: Treatment, delayed: Delayed | None, shared: bool) -> None:
-        self._source, self._treatment, self._delayed, self.shared = source, treatment, delayed, shared
-        self.magnitudes: list[Tensor] = []
-        self.scales: list[Tensor] = []
+    source: NextScale
+    treatment: Treatment
+    delayed: Delayed | None
+    shared: bool
+    magnitudes: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
-        pair = self._source.next(x, repeat, amax)
+        pair = self.source.next(x, repeat, amax)
         if not repeat:
             self.magnitudes.append(largest_magnitude(x))
             self.scales.append(pair.scale.clone())
@@ -45,16 +49,16 @@ class _WatchedScale:
 
     @property
     def last(self) -> ScalePair | None:
-        return self._source.last
+        return self.source.last
 
     def expected_scales(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
-        assert self._treatment.scaling is not None
-        history = DelayedScale(self._delayed, self._treatment.fmt) if self._delayed else None
+        assert self.treatment.scaling is not None
+        history = DelayedScale(self.delayed, self.treatment.fmt) if self.delayed else None
         for magnitude in magnitudes:
             if history is not None:
                 yield history.next(magnitude, amax=magnitude).scale.clone()
             else:
-                yield current_scale(magnitude, self._treatment.fmt, self._treatment.scaling.rounding)[0]
+                yield current_scale(magnitude, self.treatment.fmt, self.treatment.scaling.rounding)[0]
 
 
 class ScaleWitness:
@@ -66,7 +70,8 @@ class ScaleWitness:
     def __init__(
         self, layers: Mapping[str, Linear], shared: Shared, group: dist.ProcessGroup, sharing: Sequence[int] = ()
     ) -> None:
-        self._group, self._sharing = group, sharing or range(group.size())
+        self._group = group
+        self._sharing = sharing or range(group.size())
         self._sources: dict[tuple[str, Role], _WatchedScale] = {}
         for path, layer in layers.items():
             arithmetic = layer.arithmetic
@@ -74,13 +79,14 @@ class ScaleWitness:
                 continue
             scales: dict[Role, NextScale] = {}
             for role, source in arithmetic.scales.items():
-                treatment, delayed = arithmetic.treatments[role], arithmetic.recipe.delayed
+                treatment = arithmetic.treatments[role]
+                delayed = arithmetic.recipe.delayed
                 watched = _WatchedScale(source, treatment, delayed, role in shared(path))
                 self._sources[path, role] = scales[role] = watched
             layer.arithmetic = type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)
 
     def mistake(self) -> str:
-        """The first mistake of any rank, '' if there is none. All ranks must call it together."""
+        """Returns the first mistake of any rank, or ''. All ranks must call it together."""
         magnitudes = {" ".join(key): list(map(float, source.magnitudes)) for key, source in self._sources.items()}
         return first_mistake(self._find_mistake(all_answers(magnitudes, self._group)), self._group)
 

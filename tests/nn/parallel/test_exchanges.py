@@ -38,7 +38,7 @@ def test_a_mean_is_everybodys_whatever_its_length() -> None:
 
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
     values = [torch.randn(33, generator=torch.Generator().manual_seed(rank)) * 1e4**rank for rank in range(RANKS)]
-    for result in of_all("_joined_of", values):
+    for result in of_all("join", values):
         for tensor, part in zip(result.chunk(RANKS), values, strict=True):
             assert (tensor - part).norm() < ROUNDING * part.norm()
 

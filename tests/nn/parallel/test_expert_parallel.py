@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fp8bench.nn.experts import Experts, draw_load
 from fp8bench.nn.parallel.expert_parallel import RankedExperts
-from fp8bench.nn.parts import FeedForward
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -27,7 +26,7 @@ def block(precision: str, load: str) -> Experts:
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
         arithmetic = precisions.get(precision).arithmetic(CPU)
-        made = Experts(WIDTH, EXPERTS, lambda own: FeedForward(WIDTH, HIDDEN, True, 1.0, own), lambda name: arithmetic)
+        made = Experts(EXPERTS, WIDTH, HIDDEN, True, 1.0, lambda name: arithmetic)
         with torch.no_grad():
             made.router.mul_(20)
     made.ahead = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)

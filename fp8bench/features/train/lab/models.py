@@ -302,8 +302,8 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.whole_layers import surround
 
     if settings.arch in ("mlp", "cnn"):
-        kind: type[LanguageModel] = WindowMLP if settings.arch == "mlp" else TextCNN
-        model = kind(config, choose, carrier, settings.dropout)
+        kind: type[WindowMLP | TextCNN] = WindowMLP if settings.arch == "mlp" else TextCNN
+        model: LanguageModel = kind(config, choose, carrier, settings.dropout)
     else:
         model = GPT(config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout)
     surround(model)

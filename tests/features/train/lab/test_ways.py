@@ -52,7 +52,7 @@ STREAMS = {
 def _on_boards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert STREAMS.keys() == ways.STREAMS.keys() == set(WIRES)
     monkeypatch.setattr(
-        FP8Wire, "_send", lambda wire, program, values, phase: on_board(wire.group, program(values, wire._rank))
+        FP8Wire, "send", lambda wire, program, values, phase: on_board(wire.group, program(values, wire._rank))
     )
     monkeypatch.setattr(ways, "STREAMS", dict(STREAMS))
 
@@ -255,8 +255,8 @@ def test_owners_update_weights_as_one_process_does(settings: dict[str, Any]) -> 
 
 def sends_double(wire: Any) -> None:
     """Sends twice the values that its scale says."""
-    own = wire._send
-    wire._send = lambda program, x, phase: own(program, x * 2, phase)
+    own = wire.send
+    wire.send = lambda program, x, phase: own(program, x * 2, phase)
 
 
 def wrong_scale(together: ZeroTensors, rank: int) -> None:
