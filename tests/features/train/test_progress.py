@@ -187,7 +187,7 @@ def test_a_command_runs_for_each_alarm(tmp_path: Path) -> None:
     """It gets the alarm in its environment; the training waits for its end only, and a failure is a sentence."""
     said = list[str]()
     inner = NotedTraining()
-    inner.note = said.append  # type: ignore[method-assign]
+    inner.note = said.append  # type: ignore[method-assign,assignment]
     command = (
         f'echo "$FP8BENCH_RULE $FP8BENCH_ARM $FP8BENCH_STEP $FP8BENCH_ALARM" >> {tmp_path}/told; exit $FP8BENCH_STEP'
     )

@@ -97,14 +97,14 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
         chunk = flat[start : start + _CHUNK]
         values = chunk.to(torch.float32)
         bits = (chunk.view(torch.int16) if shift else values.view(torch.int32)).bitwise_and(magnitude)
-        chunk_low, chunk_high = (extreme.item() for extreme in bits.aminmax())
+        chunk_low, chunk_high = (int(extreme) for extreme in bits.aminmax())
         squares += torch.dot(values, values).item()
         total += values.sum().item()
         nonzero += len(chunk) if chunk_low else int(_ones(bits).sum(dtype=torch.int32))
         if rounded is not None:
             kept = rounded[start : start + _CHUNK].to(torch.float32)
             kept_bits = kept.view(torch.int32).bitwise_and(_MAGNITUDE)
-            kept_low, kept_high = (extreme.item() for extreme in kept_bits.aminmax())
+            kept_low, kept_high = (int(extreme) for extreme in kept_bits.aminmax())
             if kept_high >= _INFINITY:
                 return None
             if not kept_low:
@@ -113,7 +113,7 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
             difference = kept - values
             noise += torch.dot(difference, difference).item()
         if chunk_high and not chunk_low:
-            chunk_low = bits.sub_(1).bitwise_and_(magnitude).amin().item() + 1  # a zero becomes the largest number
+            chunk_low = int(bits.sub_(1).bitwise_and_(magnitude).amin()) + 1  # a zero becomes the largest number
         low, high = min(low, chunk_low or low), max(high, chunk_high)
     count, amax = len(flat), _number(min(high, _INFINITY >> shift), shift)
     # Squares beyond float32 need the slower path.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
-from fp8bench.features.train.lab import watched_step
+from fp8bench.features.train.lab import readings, watched_step
 from fp8bench.features.train.lab.loop_figures import data_figures, fingerprint_of, predictions_of
 from fp8bench.features.train.lab.own_loop import OwnLoop, loss_of, unwrap_optimizer
 from fp8bench.features.train.lab.watched_step import is_watched
@@ -550,13 +550,14 @@ class SharedInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         both: Tensor = self.q(x) + self.k(x)
         x.mul_(2)
-        return (both + self.v(x)).square().mean()
+        result: Tensor = (both + self.v(x)).square().mean()
+        return result
 
 
 def test_an_input_that_layers_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, read = SharedInput(), list[Tensor]()
-    figures_of = watched_step.figures_of
+    figures_of = readings.figures_of
 
     def note(x: Tensor, cast: Any = None) -> Any:
         read.append(x)
