@@ -417,7 +417,7 @@ class TrainingRequest:
     settings: TrainerSettings = TrainerSettings()
     steps: int = option(300, whole_number(1, MOST_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
-    seed: int = _as_in_a_run(0, "seed", group="")
+    seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
         BANDS,
         Rule(
