@@ -81,14 +81,14 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
     # 1. Emulated or not timed: the step shows no speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
-        words = f"do nothing about the speed of {mode}, because it is {support.level} here{reason}"
-        return _advice(pair, "native", AdviceKind.NOTHING, f"{words}: a step says nothing of its speed", native)
+        words = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time is not its speed"
+        return _advice(pair, "native", AdviceKind.NOTHING, words, native)
     if pair.speed is None or pair.finding is None:
         return _advice(
             pair,
             "step",
             AdviceKind.NOTHING,
-            f"do nothing about {mode}, because its speed is not known here: {step.figure}",
+            f"no advice on {mode}: its speed is unknown here: {step.figure}",
             native,
         )
     # 2. Faster than possible: the two steps differ, so no advice can be based on them.
@@ -96,8 +96,8 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
     bound = bound_of(pair)
     if bound is not None and pair.speed.low > _BEYOND * bound.high:
         words = (
-            f"do nothing about {mode}, because its step is {gain_text(pair.speed)} as fast, and what the precision may "
-            f"change allows {gain_text(bound)} at most: something else is not alike"
+            f"no advice on {mode}: its step is {gain_text(pair.speed)} as fast, but its precision allows at most "
+            f"{gain_text(bound)}, so the two steps differ in something else"
         )
         return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
     # 3. Certainly faster by a worthwhile gain, and without an objection: adopt.
@@ -111,11 +111,12 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
         words = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
     elif faster and not spoiled:
         least = units.percent(basis.least, 0)
-        words = f"do nothing about {mode}, because {gain_text(pair.speed)} is not surely the {least} that are worth it"
+        words = f"do not adopt {mode} yet: {gain_text(pair.speed)} may be less than the {least} that make it worthwhile"
     else:
         why = f"and {spoiled}" if faster else pair.finding.verdict_words
         join = ", " if faster else ": "
-        words = f"do nothing about {mode}, because its step is {gain_text(pair.speed)} as fast{join}{why}"
+        advice = "no advice on" if pair.finding.verdict is Verdict.UNSURE else "do not adopt"
+        words = f"{advice} {mode}: its step is {gain_text(pair.speed)} as fast{join}{why}"
     reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in against]
     rule = against[0].rule if against else "step"
     return _advice(pair, rule, AdviceKind.NOTHING, "; ".join([words, *reasons]), [step, *against], pair.speed)

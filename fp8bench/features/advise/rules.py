@@ -295,7 +295,7 @@ def _judge_training(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 # The checklist, in order.
 RULES = (
     AdviceRule("step", Question.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
-    AdviceRule("native", Question.PAYS, "Does this device multiply in it?", _judge_native, "fp8bench doctor"),
+    AdviceRule("native", Question.PAYS, "Is it native on this device?", _judge_native, "fp8bench doctor"),
     # If products are a quarter of a step, making them 1.6 times as fast gains 10%.
     AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _judge_product_share,
                "fp8bench suite ceilings, then {again}"),

@@ -45,7 +45,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, where: str, because: s
     if where and not spoils:
         return _make_advice(answer, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
     reason = f"predictions suffer ({harm}), though {because}" if where else because
-    return _make_advice(answer, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
+    return _make_advice(answer, AdviceKind.NOTHING, name, f"do not adopt {name}: {reason}")
 
 
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
@@ -58,7 +58,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
             answer,
             AdviceKind.NOTHING,
             name,
-            f"do nothing about the speed of {name}, because it was not timed: {reason}",
+            f"no advice on the speed of {name}: it was not timed: {reason}",
         )
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")

@@ -21,7 +21,7 @@ def test_advice_uses_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     code, out, _ = fp8bench("advise", "last", "--md", "advice.md")
     told = "".join(out.split())
     assert code == 0 and "torn.jsonisnotastudy" in told and "--precision-maphead=bf16" in told
-    assert "Does this device multiply in it? | ▲ yes |" in Path("advice.md").read_text()
+    assert "Is it native on this device? | ▲ yes |" in Path("advice.md").read_text()
 
 
 def test_commands_that_measure_more_need_the_store_of_the_run(store: Path, tmp_path: Path, fp8bench: Say) -> None:
