@@ -55,7 +55,7 @@ def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tu
         phases = phase_energies(record, findings(kept)[record.case.id])
         assert phases is not None
         found[str(record.case.param("how"))] = Measured(record, phases)
-    assert "energy of phases" in done.stdout or "joules per step of each phase" in done.stdout
+    assert "energy of phases" in done.stdout or "joules of each phase run by itself" in done.stdout
     return found, render_whole(kept, findings(kept), 150)
 
 
