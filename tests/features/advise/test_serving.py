@@ -61,7 +61,7 @@ def test_a_speed_up_that_spoils_predictions_is_not_advised() -> None:
 @for_each(
     ("times", "kind", "words"),
     [
-        (ArmTimes(FP8_KV, why="restored"), NOTHING, "about the speed of kv=fp8, because it was not timed: restored"),
+        (ArmTimes(FP8_KV, why="restored"), NOTHING, "no advice on the speed of kv=fp8: it was not timed: restored"),
         (
             ArmTimes(FP8_KV, crossing=ContextCrossing(7000.0, 6500.0, 7600.0, (False, True))),
             ADOPT,
@@ -80,12 +80,12 @@ def test_a_speed_up_that_spoils_predictions_is_not_advised() -> None:
         (
             ArmTimes(FP8_KV, crossing=ContextCrossing(None, 128, 2048, (None, False))),
             NOTHING,
-            "because its decode step is not told apart at a context of 128 and slower at 2048, against fp32",
+            "do not adopt kv=fp8: its decode step is not told apart at a context of 128 and slower at 2048, against fp32",
         ),
         (
             ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False)), doubts=("contended",)),
             NOTHING,
-            "because its times are labelled contended",
+            "do not adopt kv=fp8: its times are labelled contended",
         ),
     ],
 )
