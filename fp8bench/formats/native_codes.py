@@ -57,7 +57,8 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
-    return _codes(x, scale, fmt, True, False)[0]
+    straight: Tensor = _codes(x, scale, fmt, True, False)[0]
+    return straight
 
 
 def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
 def transpose_codes(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
-    _, turned = _codes(straight.view(torch.uint8), None, None, False, True)
+    turned: Tensor = _codes(straight.view(torch.uint8), None, None, False, True)[1]
     return turned.view(straight.dtype)
 
 
@@ -491,7 +492,7 @@ def cast(
         described += map(addresses.index, addresses)
     key = tuple(described)
     # 2. Repeat the launches of an earlier call.
-    relaunch = operators.KERNELS.relaunches.get(key)
+    relaunch: Relaunch | None = operators.KERNELS.relaunches.get(key)
     if relaunch is not None and (memory := relaunch.run(x.device, [*addresses])) is not None:
         operators.KERNELS.count_launch()
         return memory
