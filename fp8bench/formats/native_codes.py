@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8bench.formats import operators
 from fp8bench.formats.blocks import float_factor, inverse_of
 from fp8bench.formats.code_kernels import (
-    SIDE,
     SQUARE,
     CodesKernel,
     CurrentCodesKernel,
@@ -34,16 +32,24 @@ from fp8bench.formats.code_kernels import (
 from fp8bench.formats.codes import DTYPES, torch_codes
 from fp8bench.formats.compiling import Definition, Kernel, PairKernel
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.memory_layout import MOST_ELEMENTS, is_aligned
+from fp8bench.formats.matrix_codes import (
+    DelayedCodes,
+    Memory,
+    laid,
+    memory_for_codes,
+    memory_with_scales,
+    new_memory,
+    plain_row_codes,
+    plain_square_codes,
+    side_of,
+    whole_blocks,
+)
+from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.quantise import check_input
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import by_columns, filled_squares, turned_rows
-from fp8bench.formats.scale_layouts import squares as by_squares
-from fp8bench.formats.scaled import factor, matrix_of, quantise
+from fp8bench.formats.scale_layouts import filled_squares, turned_rows
 from fp8bench.formats.triton_casts import find_by_hand, use_by_hand
 
-Memory = tuple[Any, ...]
-"""Tensors that a cast writes, None for what it leaves out."""
 LAUNCHES = {
     f"fp8bench::{name}": 1
     for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
@@ -57,7 +63,8 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
-    return _codes(x, scale, fmt, True, False)[0]
+    straight: Tensor = _codes(x, scale, fmt, True, False)[0]
+    return straight
 
 
 def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +78,7 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
 def transpose_codes(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
-    _, turned = _codes(straight.view(torch.uint8), None, None, False, True)
+    turned: Tensor = _codes(straight.view(torch.uint8), None, None, False, True)[1]
     return turned.view(straight.dtype)
 
 
@@ -81,7 +88,7 @@ def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, 
     dtype, name = (x.dtype, "") if fmt is None else (DTYPES[fmt.name], fmt.name)
     layouts = x.shape if straight else None, x.shape[::-1] if turned else None
     written = (name,)
-    out = cast("codes", (straight, turned), (x.detach(), scale), written, lambda: _memory(x.device, dtype, *layouts))
+    out = cast("codes", (straight, turned), (x.detach(), scale), written, lambda: new_memory(x.device, dtype, *layouts))
     return out[0], out[1]
 
 
@@ -92,7 +99,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
     (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
-        return _plain_row_codes(x, fmt, Scaling(1, block, rounding=rounding))
+        return plain_row_codes(x, fmt, Scaling(1, block, rounding=rounding))
     check_input(x)
     rows = _Rows.of(x.detach(), fmt, block)
     out, inverse = cast("row_codes", None, (rows.matrix,), (fmt.name, rounding.value, block), rows.allocate)
@@ -128,7 +135,7 @@ class _Rows(NamedTuple):
         """Memory for codes and scales."""
         matrix, block = self.matrix, self.block
         inverse = -(-self.columns // block) if block else 1, len(matrix)
-        return _memory(matrix.device, DTYPES[self.fmt.name], matrix.shape) + _memory(
+        return new_memory(matrix.device, DTYPES[self.fmt.name], matrix.shape) + new_memory(
             matrix.device, torch.float32, inverse
         )
 
@@ -146,7 +153,7 @@ def square_codes(
     With `both` also those of its transpose. Scales lie as `squares` lays them (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
-        return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
+        return plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
     check_input(x)
     if use_by_hand(x.device):
         return _square_codes_by_hand(x.detach(), fmt, rounding, both)
@@ -175,7 +182,11 @@ def _square_codes_by_hand(
     down, across = (-(-length // SQUARE) for length in x.shape)
     inverse, turned_inverse = filled_squares(down, across, x.device)
     straight, turned = cast(
-        "square_codes", both, (x, inverse, turned_inverse), (fmt.name, rounding.value), lambda: _both(x, fmt, both)
+        "square_codes",
+        both,
+        (x, inverse, turned_inverse),
+        (fmt.name, rounding.value),
+        lambda: memory_for_codes(x, fmt, both),
     )
     result = (straight, turned_rows(inverse))
     return (result,) if turned is None else (result, (turned, turned_rows(turned_inverse)))
@@ -200,17 +211,10 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
     """Codes under the tensor's current scale, where `casts_in_one_call`: the scale that decodes them, codes, and with
     `both` those of the transpose."""
     check_input(x)
-    out = cast("current_codes", both, (x.detach(),), (fmt.name, rounding.value), lambda: _with_scales(x, fmt, both))
+    out = cast(
+        "current_codes", both, (x.detach(),), (fmt.name, rounding.value), lambda: memory_with_scales(x, fmt, both)
+    )
     return out[1], out[2], out[3]
-
-
-class DelayedCodes(NamedTuple):
-    """The scale of a cast, the scale that decodes, the codes, and with `both` the codes of the transpose."""
-
-    scale: Tensor
-    inverse: Tensor
-    straight: Tensor
-    turned: Tensor | None
 
 
 def delayed_codes(
@@ -220,21 +224,7 @@ def delayed_codes(
     check_input(x)
     written = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
     inputs = x.detach(), history, casts, scale
-    return DelayedCodes(*cast("delayed_codes", both, inputs, written, lambda: _with_scales(x, fmt, both)))
-
-
-def _both(x: Tensor, fmt: Format, both: bool) -> Memory:
-    return _memory(x.device, DTYPES[fmt.name], x.shape, x.shape[::-1] if both else None)
-
-
-def _with_scales(x: Tensor, fmt: Format, both: bool) -> Memory:
-    """Memory for a tensor's scale, its inverse, and codes."""
-    return _memory(x.device, torch.float32, (), ()) + _both(x, fmt, both)
-
-
-def _memory(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
-    """Allocates a tensor for each shape, None for None."""
-    return tuple(None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+    return DelayedCodes(*cast("delayed_codes", both, inputs, written, lambda: memory_with_scales(x, fmt, both)))
 
 
 def delayed_scale(
@@ -251,30 +241,6 @@ def delayed_scale(
     return used, inverse
 
 
-def _plain_row_codes(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    if scaling.columns:
-        stored = quantise(x, fmt, scaling, checked=False)
-        assert stored.scales is not None
-        return stored.codes.view(DTYPES[fmt.name]), by_columns(stored.scales)
-    scale, inverse = factor(x, fmt, scaling)
-    return torch_codes(x, fmt, scale), inverse
-
-
-def _plain_square_codes(x: Tensor, fmt: Format, scaling: Scaling, both: bool) -> tuple[tuple[Tensor, Tensor], ...]:
-    stored = quantise(x, fmt, scaling, checked=False)
-    assert stored.scales is not None
-    data = stored.codes.view(DTYPES[fmt.name])
-    straight = data, by_squares(stored.scales)
-    return (straight, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight,)
-
-
-def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
-    """The matrix, filled with zeros to whole blocks, and whether it had whole blocks already."""
-    height, width = x.shape
-    rows, columns = -height % down if down else 0, -width % across if across else 0
-    return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
-
-
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> Launched | None:
     if not x.numel():
         return None
@@ -284,7 +250,7 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
         out, turned = turned, out
     # A scale for each square fixes its side; otherwise the side is free, and chosen for the shape.
     by_square = scale is not None and scale.dim() == 2
-    side = len(matrix) // len(scale) if scale is not None and by_square else _side(matrix.shape)
+    side = len(matrix) // len(scale) if scale is not None and by_square else side_of(matrix.shape)
     which = out is not None, turned is not None, scale is not None, by_square
     kernel = CodesKernel(FORMATS.get(fmt), x.dtype, str(x.device), side, *which)
     places = [squares(matrix, side)]
@@ -319,7 +285,7 @@ def _run_row_codes_both(
 
 def _of_rows(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> Called:
     matrix, turned = laid(x)
-    side = _side(x.shape[:1] if block else x.shape)
+    side = side_of(x.shape[:1] if block else x.shape)
     kernel = RowCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), side, block, turned)
     scales = inverse.view(len(inverse), -1, side, 1, 1)
     return Called(kernel, (stretches(matrix, side, block, turned), stretches(out, side, block), scales), turned)
@@ -436,30 +402,6 @@ def call(kernel: Definition, *tensors: Tensor) -> Launched | None:
     return Launched(repeat, [tensor.data_ptr() for tensor in tensors]) if by_hand and repeat is not None else None
 
 
-class Relaunch(NamedTuple):
-    """A cast by hand as it ran once: the layouts of what it wrote, None where it wrote nothing, and its launches.
-
-    `take` picks the launches' addresses of those of inputs and outputs.
-    """
-
-    layouts: tuple[tuple[Sequence[int], Sequence[int], torch.dtype] | None, ...]
-    launch: Callable[[Sequence[int]], bool]
-    take: Callable[[Sequence[int]], Sequence[int]]
-
-    def run(self, device: torch.device, addresses: list[int]) -> Memory | None:
-        """Casts inputs at these addresses into new memory; None where a launch has to be planned again."""
-        outputs: list[Tensor | None] = []
-        for layout in self.layouts:
-            if layout is None:
-                outputs.append(None)
-                continue
-            shape, stride, dtype = layout
-            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # torch.empty takes twice as long
-            outputs.append(out)
-            addresses.append(out.data_ptr())
-        return tuple(outputs) if self.launch(self.take(addresses)) else None
-
-
 def cast(
     name: str,
     variant: Hashable,
@@ -474,7 +416,7 @@ def cast(
     """
     x = inputs[0]
     assert x is not None
-    if not use_by_hand(x.device) or _is_observed(x):
+    if not use_by_hand(x.device) or operators.is_observed(x):
         outputs = allocate()
         getattr(torch.ops.fp8bench, name)(*inputs, *outputs, *written)
         return outputs
@@ -502,17 +444,8 @@ def cast(
     if launched is not None and {*launched.addresses} <= {*addresses}:
         layouts = [None if out is None else (out.shape, out.stride(), out.dtype) for out in memory]
         take = itemgetter(*map(addresses.index, launched.addresses))
-        operators.KERNELS.relaunches[key] = Relaunch(tuple(layouts), launched.repeat, take)
+        operators.KERNELS.relaunches[key] = operators.Relaunch(tuple(layouts), launched.repeat, take)
     return memory
-
-
-def _is_observed(x: Tensor) -> bool:
-    """Whether a dispatch mode, a transform or a subclass has to see the operators that are called."""
-    return (
-        type(x) is not Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 _RUNS: dict[str, Callable[..., Launched | None]] = {}
@@ -526,19 +459,6 @@ def define_cast(name: str, schema: str, run: Callable[..., Launched | None]) -> 
 
     _RUNS[name] = run
     operators.define(name, schema, call_run)
-
-
-def laid(x: Tensor) -> tuple[Tensor, bool]:
-    """The matrix that lies row by row, and whether `x` is its transpose. Other layouts are copied first."""
-    if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
-        matrix, turned = x.t(), True
-    else:
-        matrix, turned = x.contiguous().view(matrix_of(x.shape)), False
-    return (matrix if is_aligned(matrix) else matrix.clone()), turned
-
-
-def _side(lengths: Sequence[int]) -> int:
-    return SIDE if not any(length % SIDE for length in lengths) else 1
 
 
 _DELAYED = (

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,39 @@ FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 """The operators: without scaling, with float32 scales of a tensor, row or block, with e8m0 and e4m3 scales."""
 
 
+class Relaunch(NamedTuple):
+    """A cast by hand as it ran once: the layouts of what it wrote, None where it wrote nothing, and its launches.
+
+    `take` picks the launches' addresses of those of inputs and outputs.
+    """
+
+    layouts: tuple[tuple[Sequence[int], Sequence[int], torch.dtype] | None, ...]
+    launch: Callable[[Sequence[int]], bool]
+    take: Callable[[Sequence[int]], Sequence[int]]
+
+    def run(self, device: torch.device, addresses: list[int]) -> tuple[Any, ...] | None:
+        """Casts inputs at these addresses into new memory; None where a launch has to be planned again."""
+        outputs: list[Tensor | None] = []
+        for layout in self.layouts:
+            if layout is None:
+                outputs.append(None)
+                continue
+            shape, stride, dtype = layout
+            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # torch.empty takes twice as long
+            outputs.append(out)
+            addresses.append(out.data_ptr())
+        return tuple(outputs) if self.launch(self.take(addresses)) else None
+
+
+def is_observed(x: Tensor) -> bool:
+    """Whether a dispatch mode, a transform or a subclass has to see the operators that are called."""
+    return (
+        type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 class Kernels:
     """The kernels of this process. Thread-safe.
 
@@ -46,7 +79,7 @@ class Kernels:
         self.eager = 0
         self.fused = Counter[int]()
         # Launches of casts by hand, by the layouts of their inputs (native_codes.py).
-        self.relaunches: dict[Hashable, Any] = {}
+        self.relaunches: dict[Hashable, Relaunch] = {}
         self._ready: dict[Definition, Compiled] = {}
         self._lock = threading.Lock()
 

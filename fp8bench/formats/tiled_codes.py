@@ -20,8 +20,9 @@ from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
 from fp8bench.formats.codes import DTYPES, elements, encode_values
 from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
+from fp8bench.formats.matrix_codes import laid, whole_blocks
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import Called, Launched, call, cast, define_cast, laid, whole_blocks
+from fp8bench.formats.native_codes import Called, Launched, call, cast, define_cast
 from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, round_values
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzle, swizzled_into

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.native_codes import DelayedCodes, current_scale, delayed_codes, delayed_scale
+from fp8bench.formats.matrix_codes import DelayedCodes
+from fp8bench.formats.native_codes import current_scale, delayed_codes, delayed_scale
 from fp8bench.formats.recipes import Delayed, Recipe, ScaleRounding, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.numerics.tensor_error import Factors, ScaleCourse, factors_of, scale_course

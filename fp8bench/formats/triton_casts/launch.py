@@ -157,7 +157,7 @@ class Repeat:
         # Triton's own way to here reads its settings and makes two functions a launch. Without hooks it does no more.
         for run, programs, function, metadata, values, places in self._launches:
             # A copy, because backward passes cast in other threads.
-            arguments: list[object] = values.copy()
+            arguments: list[object] = [*values]
             for place, number in places:
                 arguments[place] = operands[number]
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
