@@ -19,7 +19,8 @@ from torch.nn.functional import pad
 from fp8bench.formats import operators
 from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
 from fp8bench.formats.compiling import Kernel
-from fp8bench.formats.native_codes import call, laid
+from fp8bench.formats.matrix_codes import laid
+from fp8bench.formats.native_codes import call
 from fp8bench.formats.quantise import RANDOM_BITS, check_input, random_bits
 from fp8bench.formats.scaled import largest_magnitude
 

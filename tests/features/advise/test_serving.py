@@ -80,7 +80,7 @@ def test_a_speed_up_that_spoils_predictions_is_not_advised() -> None:
         (
             ArmTimes(FP8_KV, crossing=ContextCrossing(None, 128, 2048, (None, False))),
             NOTHING,
-            "do not adopt kv=fp8: its decode step is not told apart at a context of 128 and slower at 2048, against fp32",
+            "not adopt kv=fp8: its decode step is not told apart at a context of 128 and slower at 2048, against fp32",
         ),
         (
             ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False)), doubts=("contended",)),
