@@ -73,7 +73,7 @@ def test_runs_with_processes_of_their_own_go_on_beside_each_other(
         file.write_text(f"import time\nprint('{file.stem} begins')\ntime.sleep(0.1)\n{adding_up(file.stem, 3)}")
     with forgotten(tmp_path), ThreadPoolExecutor(2) as pool:
         for run in pool.map(measured, files):
-            assert not [record.reason for record in run.records if not record.ok]
+            assert not [record.reason for record in run.records if not record.is_ok]
     assert sys.stdout is stdout
     print("whole")
     shown = capfd.readouterr()

@@ -108,7 +108,9 @@ def test_a_full_disk_leaves_the_view_as_it_was_and_keeps_the_run(store: Path) ->
         timeout=240,
         check=True,
     )
-    assert done.stdout.startswith(f"history: {the_file(store)} cannot be written (File too large). What was there ")
+    assert done.stdout.startswith(
+        f"history: {the_file(store)} cannot be written (File too large). The previous file is unchanged; "
+    )
     assert done.stdout.endswith(AGAIN + "\n") and done.stdout.count("\n") == 1
     assert contents(store / "asv") == before
     assert again(store) == DONE and num_samples(store) == {3 * ROUNDS}

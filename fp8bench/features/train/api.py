@@ -97,6 +97,7 @@ def train(
     rates: Mapping[str, float] | None = None,
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
+    on_alarm: str = "",
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: TrainingObserver | None = None,
@@ -110,8 +111,6 @@ def train(
     events of a step are lines. `training.results` are the rows of --csv as a pandas frame.
 
     make: a function that returns a model of your own with its batches, or 'module:function'
-    seed: the first seed; default 0
-    isolation: False: train in this process, without a worker
     """
     name = make if isinstance(make, str) else name_of_maker(make)
     # A worker cannot import a function that only this process has.
@@ -138,7 +137,7 @@ def train(
         store_folder, page = folder("store", store), None if live is None else Path(live)
         check_files({"live": page})
         # Progress goes to the inner observer, pages and boards to the outer one.
-        with _observing(observer, progress) as inner, outward(inner, store_folder, page, targets) as outer:
+        with _observing(observer, progress) as inner, outward(inner, store_folder, page, targets, on_alarm) as outer:
             done = train_all(request, store_folder, outer, command_line())
     finally:
         if in_process:

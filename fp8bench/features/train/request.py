@@ -213,7 +213,7 @@ def refuse_ranks(request: Any) -> None:
         if ranks is None and (is_set or word in swept):
             raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
-        raise UsageError("isolation=False is for one process, and ranks starts several. Leave one of them out.")
+        raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
 
 
 @dataclass(frozen=True)
@@ -475,7 +475,7 @@ class TrainingRequest:
         parse="memory",
     )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
-    isolation: bool = _as_in_a_run(True, "isolation", group="")
+    isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(None, "ranks", "train every arm in N processes together, each on a separate GPU")
 
     def __post_init__(self) -> None:

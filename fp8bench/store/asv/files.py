@@ -7,6 +7,7 @@ own processes. asv replaces both lists by what it discovers; fp8bench merges int
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import itertools
 import json
@@ -39,7 +40,7 @@ def read_object(path: Path, version: int) -> dict[str, Any]:
     """
     raw = _content(path)
     try:
-        content = json.loads(raw.decode("utf-8-sig"))
+        content = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise AsvFileTorn(f"{path} is broken: {error}.") from None
     except (ValueError, RecursionError):

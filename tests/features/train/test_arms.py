@@ -167,7 +167,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--ranks 2 needs a way": {"ranks": 2},
     "--parallel only works with several ranks": {"settings": DDP},
     "--wire only works with several ranks": {"sweep": (("wire", ("bf16",)),)},
-    "isolation=False is for one process": {**ranks(DDP), "isolation": False},
+    "--no-isolation is for one process": {**ranks(DDP), "isolation": False},
     "4 ranks cannot share a micro-batch of 2": ranks(DDP, 4),
     "2 ranks cannot share a micro-batch of 1": {**ranks(DDP), "sweep": (("micro-batches", ("2",)),)},
     "--arch cnn does not go with --ranks": ranks(DDP, arch="cnn"),
