@@ -407,8 +407,8 @@ class SizesKind(Kind[ModelSweep]):
         models = {training.request.settings.model for training in trainings}
         # The trend is that of the model's size only if nothing else differs.
         requests = [training.request for training in trainings]
-        alike = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
-        comparable = len(models) == len(paths) and len(alike) == 1 and not requests[0].settings.make
+        distinct_requests = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
+        comparable = len(models) == len(paths) and len(distinct_requests) == 1 and not requests[0].settings.make
         return sizes if comparable and sizes.arms else None
 
     def view(self, sweep: ModelSweep) -> View:

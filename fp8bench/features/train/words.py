@@ -194,10 +194,10 @@ def effect(among: TrainingVerdicts) -> str:
     gaps = [arm.judged.gap for arm in among.arms if arm.judged.gap is not None]
     sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= LEAST_PAIRS]
     counted = max((gap.pairs for gap in gaps), default=0)
-    seen = f"fewer than {LEAST_PAIRS} seeds count ({counted}), so that it is unknown which gap would have shown"
+    smallest = f"fewer than {LEAST_PAIRS} seeds count ({counted}), so that it is unknown which gap would have shown"
     if sizes:
-        seen = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
-    return f"{seen}; none of this transfers to a model of another size"
+        smallest = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
+    return f"{smallest}; none of this transfers to a model of another size"
 
 
 def chaos(pair: Pair) -> str:

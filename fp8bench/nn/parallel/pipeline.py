@@ -25,10 +25,10 @@ class Stage(nn.Module):
         share = len(model.blocks) // ranks
         self.first = rank == 0
         self.last = rank == ranks - 1
-        self.before = rank * share
+        self.first_block = rank * share
         # The first and the last rank have a copy of a tied head's weight each.
         self.tied = ranks > 1 and (self.first or self.last) and model.head.weight is model.embedding
-        model.blocks = model.blocks[self.before : self.before + share]
+        model.blocks = model.blocks[self.first_block : self.first_block + share]
         if not self.first:
             del model.embedding, model.positions
         if not self.last:
@@ -48,7 +48,7 @@ class Stage(nn.Module):
         for name, parameter in self.model.named_parameters():
             words = name.split(".")
             if words[0] == "blocks":
-                words[1] = str(int(words[1]) + self.before)
+                words[1] = str(int(words[1]) + self.first_block)
             tied = self.tied and name == "head.weight"
             parameters["embedding" if tied else ".".join(words)] = parameter
         return parameters
