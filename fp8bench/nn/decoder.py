@@ -73,12 +73,12 @@ class CachedPass:
 
 @dataclass(eq=False)
 class ServedLinear:
-    """Multiplies by a kept weight. Not a module: the cost of a module's call would show in a step of one token."""
+    """Multiplies by a stored weight. Not a module: the cost of a module's call would show in a step of one token."""
 
-    kept: KeptWeight
+    weight: KeptWeight
 
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
-        y = self.kept.times(x.reshape(-1, x.shape[-1]), phase)
+        y = self.weight.times(x.reshape(-1, x.shape[-1]), phase)
         return y.view(*x.shape[:-1], -1)
 
 
