@@ -450,6 +450,16 @@ def test_other_threads_and_weights_that_no_step_casts() -> None:
     assert label is Label.WORK_MISMATCH and not hard and reason.startswith("its products read 2 weights that were cast")
 
 
+def test_a_loader_whose_work_fell_between_most_slots_is_not_accused() -> None:
+    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24))
+    case, lead = _threaded(case, 0.7), _threaded(lead, 1.0)
+    assert Label.HANDICAP in told(case, lead)
+    assert lead.timing is not None
+    first, *others = lead.timing.slots
+    slots = (replace(first, thread_seconds=0.7 * first.cpu_seconds), *others)
+    assert told(case, replace(lead, timing=replace(lead.timing, slots=slots))) == {}
+
+
 def test_a_product_that_nobody_can_look_into() -> None:
     tape, unknown = product(10**9), OperatorCount("gemm", "quantized::linear", flops=None)
     case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), Tape((unknown,)), tape)

@@ -49,7 +49,7 @@ def test_a_lie_that_hides_fails(kernel: Kernel, seed: int) -> None:
         ("an input lost where M is odd", "odd shapes", "input-changed"),
         ("sums on what was in memory", "numbers", "wrong-values"),
         ("backward of the last forward", "backward", "backward"),
-        ("a linear layer of its own", "backward", "-"),
+        ("a separate linear layer", "backward", "-"),
         ("refuses strides", "strides", "-"),
         ("a result of a subclass", "odd shapes", "-"),
     ],
