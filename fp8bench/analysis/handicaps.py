@@ -180,10 +180,10 @@ class _ThreadWork(NamedTuple):
     step: float
 
 
-def _is_far_above(more: _ThreadWork, less: _ThreadWork) -> bool:
+def _is_far_above(work: _ThreadWork, base: _ThreadWork) -> bool:
     # On a busy machine the work of an honest loader may fall between most slots of one arm, but not between all.
-    is_large = more.seconds - less.seconds > _MORE_THREADS * more.step
-    return is_large and more.seconds > _MANY_TIMES * less.most
+    is_large = work.seconds - base.seconds > _MORE_THREADS * work.step
+    return is_large and work.seconds > _MANY_TIMES * base.most
 
 
 def _compare_waits(record: Record, reference: Record) -> Iterator[str]:

@@ -451,13 +451,13 @@ def test_other_threads_and_weights_that_no_step_casts() -> None:
 
 
 def test_a_loader_whose_work_fell_between_most_slots_is_not_accused() -> None:
-    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24))
-    case, lead = _threaded(case, 0.7), _threaded(lead, 1.0)
-    assert Label.HANDICAP in told(case, lead)
-    assert lead.timing is not None
-    first, *others = lead.timing.slots
-    slots = (replace(first, thread_seconds=0.7 * first.cpu_seconds), *others)
-    assert told(case, replace(lead, timing=replace(lead.timing, slots=slots))) == {}
+    case, reference = pair(steady(10 * MS, 24), steady(10 * MS, 24))
+    loaded, reference = _threaded(case, 0.7), _threaded(reference, 1.0)
+    assert Label.HANDICAP in told(loaded, reference)
+    assert reference.timing is not None
+    first, *slots = reference.timing.slots
+    changed_slots = (replace(first, thread_seconds=0.7 * first.cpu_seconds), *slots)
+    assert told(loaded, replace(reference, timing=replace(reference.timing, slots=changed_slots))) == {}
 
 
 def test_a_product_that_nobody_can_look_into() -> None:
