@@ -186,7 +186,7 @@ def _mark(case: NamedCase) -> Mark:
         high = speed.high
     words += doubts(case)
     if samples:
-        words.append(f"{many(len(seconds), 'round')}, {units.span(seconds, units.seconds)}")
+        words.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
     return Mark(case.mode, speed.point, low, high, tone_of(case), "; ".join(words), samples=samples)
 
 

@@ -105,8 +105,10 @@ def by_chance(entry: Entry) -> Texts:
     judged = sum(speed_up(case) is not None for case in cases_of(entry.panels))
     if judged > 1:
         # Each verdict is wrong in 1% of cases at most.
-        expected = f"up to {judged * (1 - FINAL_LEVEL):.2g} would be called faster or slower by chance"
-        yield Text(f"each of the {judged} cases is judged separately: if none really differed, {expected}", Tone.DOUBT)
+        chance = judged * (1 - FINAL_LEVEL)
+        mistakes = f"up to {chance:.2g} cases would be" if chance >= 1 else f"the chance is {chance:.0%} that one is"
+        words = f"each of the {judged} cases is judged separately: if none really differed, {mistakes} called"
+        yield Text(f"{words} faster or slower by mistake", Tone.DOUBT)
 
 
 def _lead(material: Material) -> str:

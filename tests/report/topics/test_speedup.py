@@ -69,7 +69,7 @@ def test_each_round_is_a_sample_over_the_middle_round_of_the_reference() -> None
     (chart,) = charts((run, findings(run)))
     ((_, (fp32, bf16)),) = chart.groups
     assert fp32.samples == pytest.approx((10 / 9, 1.0, 10 / 14)) and bf16.samples == pytest.approx((2.0, 2.5, 0.5))
-    assert "3 rounds, 4.00 us to 20.0 us" in bf16.hint and fp32.hint.startswith("fp32, the reference")
+    assert "fastest calls of 3 rounds: 4.00 us to 20.0 us" in bf16.hint and fp32.hint.startswith("fp32, the reference")
 
 
 def test_a_case_apart_is_over_the_reference_of_its_own_rounds() -> None:
