@@ -147,7 +147,8 @@ def missing_head(printed: str, shown: Sequence[str]) -> str:
 
     Only first words are compared, as measured values also change other words of a line.
     """
-    rest = iter(heads_of(printed.splitlines()))
+    # A row below a long line may look like its continuation, so every printed line is a candidate.
+    rest = iter([shape_of(line).split(" ")[0] for line in printed.splitlines() if line.strip()])
     heads = (head for piece in pieces_of(shown) for head in heads_of(piece))
     return next((head for head in heads if head not in rest), "")
 
